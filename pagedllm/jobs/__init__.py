@@ -1,0 +1,1 @@
+"""Files of prompts: formats, running them, reporting."""

@@ -1,0 +1,90 @@
+"""What a model is, as data: sizes and typed switches. The decoder reads nothing else.
+
+Families translate a checkpoint's config.json or GGUF header into this; see `families/` and `registry.py`. Behaviour is
+a switch here, never a test on a model's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagedllm.ops.linear import Activation
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One way to rotate positions. Layers with equal RopeConfigs share a table."""
+
+    theta: float
+    rotary_dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int = 0  # 0: not used by this kind
+    attention_factor: float | None = None  # None: computed from the others
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    window: int = 0  # 0: every earlier key; else the last `window`, the token itself included
+    rope: RopeConfig | None = None  # None: no rotation
+    softcap: float = 0.0
+    has_sinks: bool = False
+    kv_group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    attention: AttentionKind
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: str  # the checkpoint's own word for it, for messages
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    activation: Activation
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float  # multiplies q.k
+    is_tied: bool  # the LM head is the embedding
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size), rounded to the weights' type
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False  # attention's output projection
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False  # RMSNorm of each head of q and k before rotation
+    has_post_norms: bool = False  # Gemma: a norm after attention and after the MLP, before the residual addition
+    norm_weight_offset: float = 0.0  # Gemma: 1, added to every norm weight when it is loaded
+    logit_softcap: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The distinct ropes, in order of first use: one table each."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
+
+    @property
+    def num_kv_groups(self) -> int:
+        return 1 + max(layer.attention.kv_group for layer in self.layers)

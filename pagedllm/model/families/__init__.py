@@ -1,0 +1,1 @@
+"""One file a family: translates a checkpoint's config and tensor names to our decoder."""

@@ -1,0 +1,274 @@
+"""Paged attention and its backends.
+
+One operator serves decode, chunked prefill and mixtures of both. Keys are reduced in tiles of 64 absolute positions
+inside splits of 512, always, and splits are merged in order: a row's bits depend on its own keys only, not on the
+batch, the chunking or the block size (exactness rule b).
+
+An AttentionBackend owns the layout of the KV cache and the work list. It is chosen by configuration, never inferred
+from a tensor's device, and nobody else indexes a cache tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagedllm.ops._library import operator
+from pagedllm.ops.kv_layout import CpuLayout, KVLayout, PlainLayout
+from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
+
+KV_TILE = 64  # absolute positions reduced together
+KV_SPLIT = 512  # absolute positions of one partial result
+WORK_COLUMNS = 8
+MERGE_COLUMNS = 4
+SUPPORTED_BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Who attends to what in one step; built once a step, read by every layer.
+
+    Rows of a sequence are packed per KV head: row r is token r // G, query head kv_head * G + r % G, with
+    G = num_q_heads / num_kv_heads. Row 0 of `work` and of `merge` is a header whose first element counts the items
+    that follow: a captured graph reads it on the device.
+
+    work  [1 + W, 8] int32: seq, first row, number of rows, first key, end of keys, slot (-1: no other split, write
+                            `out` itself), 0, 0
+    merge [1 + M, 4] int32: seq, first row, first slot, number of splits; rows as in its work items
+    """
+
+    cu_seqlens_q: Tensor  # [B + 1] int32, where each sequence's new tokens begin
+    seq_lens: Tensor  # [B] int32, keys of each sequence, new ones included
+    block_tables: tuple[Tensor, ...]  # per KV group: [B, max_blocks] int32
+    slot_mappings: tuple[Tensor, ...]  # per KV group: [T] int64
+    work: Tensor
+    merge: Tensor
+    workspace: Tensor  # float32, as many elements as the plan asks for
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes_per_block: int  # of one layer, K and V
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    work: NDArray[np.int32]  # [1 + W, 8]
+    merge: NDArray[np.int32]  # [1 + M, 4]
+    workspace_size: int  # float32 elements
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a plan must know of the heads."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def paged_attention_with(
+    layout: KVLayout,
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> None:
+    """The twin for any layout: plain softmax in float32, one sequence at a time; arguments as in `paged_attention`."""
+    for seq, length in enumerate(seq_lens.tolist()):
+        begin, end = cu_seqlens_q[seq : seq + 2].tolist()
+        num_new = end - begin
+        if num_new == 0:
+            continue
+        k, v = layout.read_blocks(k_cache, v_cache, block_table[seq])
+        group = q.shape[1] // k.shape[1]
+        k, v = (x[:length].float().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_position = torch.arange(length - num_new, length)[:, None]
+        key_position = torch.arange(length)[None]
+        is_visible = key_position <= query_position
+        if window > 0:
+            is_visible &= key_position > query_position - window
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        if sinks is not None:  # a key of no value that takes its share of the softmax
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, num_new, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+
+
+@operator(
+    "paged_attention(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+    "Tensor cu_seqlens_q, Tensor seq_lens, Tensor work, Tensor merge, Tensor(b!) workspace, Tensor? sinks, "
+    "float scale, float softcap, int window) -> ()"
+)
+def paged_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    work: Tensor,
+    merge: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> None:
+    """Causal attention of new tokens over their sequences' blocks; K and V of the new tokens are already written.
+
+    out, q:   [num_tokens, num_q_heads, head_dim], rows may be strided, heads and features contiguous
+    k_cache, v_cache: one layer's, in the backend's layout; slots past a sequence's end may hold anything, NaN too
+    sinks:    [num_q_heads] float32 or None (gpt-oss)
+    scale:    multiplies q.k;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
+    window:   0 = all earlier keys, else the last `window` keys, the token itself included
+    Others as in AttentionMetadata.
+    """
+    paged_attention_with(
+        CpuLayout(), out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks, scale, softcap, window
+    )
+
+
+class AttentionBackend(ABC):
+    """The layout of the KV cache, and attention over it."""
+
+    layout: KVLayout
+    supported_head_dims: tuple[int, ...]
+    supported_dtypes: tuple[torch.dtype, ...]
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace  # of the operators: "pagedllm", "pagedllm_simt", "pagedllm_reference"
+
+    def kv_cache_spec(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KVCacheSpec:
+        """Shapes of one layer's cache. Raises ValueError, by name, for what the kernels cannot do."""
+        if block_size not in SUPPORTED_BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {block_size}")
+        if head_dim not in self.supported_head_dims:
+            raise ValueError(f"head_dim must be one of {self.supported_head_dims}, got {head_dim}")
+        if dtype not in self.supported_dtypes:
+            raise ValueError(f"dtype must be one of {self.supported_dtypes}, got {dtype}")
+        k_shape, v_shape = self.layout.shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        return KVCacheSpec(k_shape, v_shape, dtype, 2 * block_size * num_kv_heads * head_dim * dtype.itemsize)
+
+    @abstractmethod
+    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
+        """The work list of a step. A sequence's items depend on its own lengths only."""
+
+    def write_kv(
+        self,
+        qkv: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        slot_mapping: Tensor,
+        rope_table: Tensor | None,
+        rope_rows: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        shape: AttentionShape,
+        is_interleaved: bool,
+    ) -> None:
+        """`rope_norm_write_kv` on one layer's cache."""
+        rope_norm_write_kv(
+            self.namespace, qkv, *kv_cache, slot_mapping, rope_table, rope_rows, q_norm, k_norm, eps,
+            shape.num_q_heads, shape.num_kv_heads, is_interleaved,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        out: Tensor,
+        q: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        kv_group: int,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float,
+        window: int,
+    ) -> None:
+        """`paged_attention` on one layer's cache."""
+        paged_attention(
+            self.namespace, out, q, *kv_cache, metadata.block_tables[kv_group], metadata.cu_seqlens_q,
+            metadata.seq_lens, metadata.work, metadata.merge, metadata.workspace, sinks, scale, softcap, window,
+        )  # fmt: skip
+
+    def copy_blocks(self, kv_cache: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+        """pairs [num_pairs, 2] int32 of (from, to)."""
+        copy_blocks(self.namespace, *kv_cache, pairs)
+
+    def read_block(self, kv_cache: tuple[Tensor, Tensor], block_id: int) -> tuple[Tensor, Tensor]:
+        """K and V of a block, copies [block_size, num_kv_heads, head_dim]. For twins and tests."""
+        return self.layout.read_blocks(*kv_cache, torch.tensor([block_id]))
+
+
+class CpuAttentionBackend(AttentionBackend):
+    """Namespace "pagedllm" on CPU tensors, or "pagedllm_reference"."""
+
+    layout = CpuLayout()
+    supported_head_dims = tuple(range(32, 257, 16))
+    supported_dtypes = (torch.bfloat16, torch.float32)
+    rows_per_item = 32
+
+    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
+        """Row tiles of `rows_per_item` packed rows, each with the splits that its last token sees."""
+        group = shape.num_q_heads // shape.num_kv_heads
+        rows = q_lens.astype(np.int64) * group
+        tiles_per_seq = -(-rows // self.rows_per_item)
+        seq = np.repeat(np.arange(len(q_lens)), tiles_per_seq)  # of each tile
+        tile = np.arange(len(seq)) - np.repeat(np.cumsum(tiles_per_seq) - tiles_per_seq, tiles_per_seq)
+        first_row = tile * self.rows_per_item
+        num_rows = np.minimum(self.rows_per_item, rows[seq] - first_row)
+        last_token = (first_row + num_rows - 1) // group
+        num_keys = seq_lens[seq] - q_lens[seq] + last_token + 1
+        num_splits = -(-num_keys // KV_SPLIT)
+        first_slot = np.cumsum(np.where(num_splits > 1, num_splits, 0)) - np.where(num_splits > 1, num_splits, 0)
+
+        item_tile = np.repeat(np.arange(len(seq)), num_splits)
+        split = np.arange(len(item_tile)) - np.repeat(np.cumsum(num_splits) - num_splits, num_splits)
+        work = np.zeros((1 + len(item_tile), WORK_COLUMNS), np.int32)
+        work[0, 0] = len(item_tile)
+        work[1:, 0] = seq[item_tile]
+        work[1:, 1] = first_row[item_tile]
+        work[1:, 2] = num_rows[item_tile]
+        work[1:, 3] = split * KV_SPLIT
+        work[1:, 4] = np.minimum((split + 1) * KV_SPLIT, num_keys[item_tile])
+        work[1:, 5] = np.where(num_splits[item_tile] > 1, first_slot[item_tile] + split, -1)
+
+        is_split = num_splits > 1
+        merge = np.zeros((1 + int(is_split.sum()), MERGE_COLUMNS), np.int32)
+        merge[0, 0] = len(merge) - 1
+        merge[1:] = np.stack((seq, first_row, first_slot, num_splits), 1)[is_split]
+        num_slots = int(num_splits[is_split].sum())
+        floats_per_slot = shape.num_kv_heads * self.rows_per_item * (shape.head_dim + 2)  # accumulator, max, sum
+        return AttentionPlan(work, merge, num_slots * floats_per_slot)
+
+
+class CudaAttentionBackend(AttentionBackend):
+    """Namespace "pagedllm" on CUDA tensors, or "pagedllm_simt" on the CPU."""
+
+    layout = PlainLayout()
+    supported_head_dims = (64, 80, 96, 112, 128, 256)
+    supported_dtypes = (torch.bfloat16, torch.float16)
+
+    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
+        raise NotImplementedError("the CUDA work list comes with the CUDA kernels")

@@ -1,0 +1,26 @@
+"""RMSNorm, alone and fused with the addition to the residual stream. The sum of squares stays within the row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedllm.ops._library import operator
+
+
+@operator("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()")
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
+
+    out, x: [num_rows, hidden_size], bfloat16 or float32, rows may be strided; weight: [hidden_size] float32
+    (Gemma's 1 + w is folded in when it is loaded).
+    """
+    wide = x.float()
+    out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight)
+
+
+@operator("add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()")
+def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """residual += x, rounded to its type; out = rms_norm(residual). Shapes and types as in rms_norm."""
+    residual.copy_(residual.float() + x.float())
+    rms_norm.reference(out, residual, weight, eps)

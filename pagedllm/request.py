@@ -1,0 +1,78 @@
+"""Request: what the engine knows of one prompt. Plain data; EngineCore, the Scheduler and KVCacheManager act on it.
+
+`token_ids` is prompt + output and only grows. A request has no phase: each step brings `num_computed_tokens` closer
+to `len(token_ids)`, a few tokens or many at a time.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pagedllm.errors import RequestError
+    from pagedllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again; its blocks are given back, its tokens are kept
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at one output position: the sampled token first, then the top k (which may hold it again)."""
+
+    token_ids: NDArray[np.int32]  # [1 + k]
+    logprobs: NDArray[np.float32]  # [1 + k]
+    sampled_rank: int  # 1 + number of tokens with a strictly greater logit
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    request_id: str
+    token_ids: list[int]  # prompt + output, append only
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    max_output_tokens: int  # concrete: min(max_tokens or infinity, max_model_len - prompt)
+    seed: int = 0  # 64-bit key of this request's random stream
+    eos_token_ids: tuple[int, ...] = ()
+    call_id: int = 0
+    prompt_index: int = 0
+    priority: int = 0  # lower is served first (PRIORITY policy)
+    rank: int = 0  # place in the offline plan
+    rope_variant: int = 0  # which table of positions its keys are rotated by; fixed at admission
+    extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string, or the id of the eos / stop token
+    error: RequestError | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+
+    text: str | None = None  # set at finish, unless sampling_params.detokenize is False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per output token when asked for
+    cumulative_logprob: float = 0.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
