@@ -66,7 +66,7 @@ class NotSupportedError(PagedLLMError, NotImplementedError):
 
 
 class ModelError(PagedLLMError, ValueError):
-    """A model folder or file cannot be used; the message says which file, what is wrong and, if known, how to mend it."""
+    """A model folder or file cannot be used; the message says which file, what is wrong and how to mend it."""
 
 
 class LibraryError(PagedLLMError, ImportError):

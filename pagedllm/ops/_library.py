@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class Operator(Generic[P]):
-    """An operator with its schema and twin. `operator(namespace, *args)` runs it; `operator.reference(*args)` the twin."""
+    """An operator: `operator(namespace, *args)` runs it, `operator.reference(*args)` runs its twin."""
 
     def __init__(self, schema: str, reference: Callable[P, None]) -> None:
         self.name = schema[: schema.index("(")]
