@@ -1,0 +1,153 @@
+"""ModelRunner: executes one plan. Holds the tensors and the persistent rows; decides nothing.
+
+    update rows from the plan -> ForwardBatch -> attention plan -> decoder -> sampler -> ModelRunnerOutput
+
+The runner keeps the tokens it samples, so that a running request's next plan has nothing to tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagedllm.model.decoder import Decoder, DecoderInput
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from pagedllm.request import TokenLogprobs
+from pagedllm.runtime.block_table import RequestRows
+from pagedllm.runtime.device import torch_threads
+from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
+from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.sampling.metadata import SamplingRows
+from pagedllm.sampling.sampler import Sampler, SamplerOutput
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        namespace: str,
+        kv_cache: KVCache,
+        rope_row_offsets: Sequence[NDArray[np.int32]],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_threads: int,
+    ) -> None:
+        """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table."""
+        config = decoder.config
+        self.decoder = decoder
+        self.backend = backend
+        self.kv_cache = kv_cache
+        self.num_threads = num_threads
+        self.block_size = kv_cache.block_size
+        self.rope_row_offsets = rope_row_offsets
+        self.attention_shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
+        self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
+        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
+        self.buffers = decoder.allocate_buffers(max_num_batched_tokens, max_num_seqs)
+        self._workspace = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        with torch_threads(self.num_threads), torch.inference_mode():
+            self._update_rows(plan)
+            self._copy_blocks(plan.blocks_to_copy)
+            if not plan.scheduled:
+                return ModelRunnerOutput((), ())
+            batch = build_forward_batch(plan, self.rows, self.block_size)
+            logits = self.forward(batch)
+            return self._sample(batch, logits)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
+        metadata = self._attention_metadata(batch)
+        variants = self.rows.rope_variant[batch.token_rows]
+        inputs = DecoderInput(
+            token_ids=torch.from_numpy(batch.token_ids),
+            rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
+            logits_indices=torch.from_numpy(batch.logits_indices),
+        )
+        return self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
+
+    def close(self) -> None:
+        """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
+        self.kv_cache.close()
+        del self.decoder, self.buffers, self._workspace
+
+    def _update_rows(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.released_request_ids:
+            row = self.rows.release(request_id)
+            if row is not None:
+                self.sampling_rows.clear(row)
+        for scheduled in plan.scheduled:
+            new = scheduled.new_request
+            if new is not None:
+                row = self.rows.acquire(scheduled.request_id, new.num_prompt_tokens, new.rope_variant)
+                self.rows.append_tokens(row, scheduled.new_token_ids)
+                self.rows.append_blocks(row, scheduled.new_block_ids)
+                self.sampling_rows.set(row, new, self.rows.token_ids[row, : self.rows.num_tokens[row]])
+            elif scheduled.new_token_ids or any(scheduled.new_block_ids):
+                row = self.rows.row_of(scheduled.request_id)
+                self.rows.append_tokens(row, scheduled.new_token_ids)
+                self.rows.append_blocks(row, scheduled.new_block_ids)
+
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            tensor = torch.tensor(pairs, dtype=torch.int32, device="cpu")
+            for layer in self.kv_cache.layers:
+                self.backend.copy_blocks(layer, tensor)
+
+    def _attention_metadata(self, batch: ForwardBatch) -> AttentionMetadata:
+        plan = self.backend.plan(batch.q_lens, batch.seq_lens, self.attention_shape)
+        if plan.workspace_size > self._workspace.numel():
+            self._workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device="cpu")
+        return AttentionMetadata(
+            cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
+            seq_lens=torch.from_numpy(batch.seq_lens),
+            block_tables=tuple(torch.from_numpy(t) for t in batch.block_tables),
+            slot_mappings=tuple(torch.from_numpy(s) for s in batch.slot_mappings),
+            work=torch.from_numpy(plan.work),
+            merge=torch.from_numpy(plan.merge),
+            workspace=self._workspace,
+        )
+
+    def _sample(self, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
+        """One token for each sequence whose last token was computed; the runner's rows take it up."""
+        num_seqs = len(batch.rows)
+        sampled: list[tuple[int, ...]] = [()] * num_seqs
+        is_finite = [True] * num_seqs
+        logprobs: list[TokenLogprobs | None] = []
+        if len(batch.logits_indices):
+            sequences = batch.logits_sequences
+            rows = batch.rows[sequences]
+            positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
+            output = self.sampler.sample(logits, rows, positions)
+            if output.logprobs is not None:
+                logprobs = [None] * num_seqs
+                for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
+                    logprobs[seq] = entry
+            self._keep(batch, output, sampled, is_finite)
+        return ModelRunnerOutput(sampled, is_finite, logprobs)
+
+    def _keep(
+        self, batch: ForwardBatch, output: SamplerOutput, sampled: list[tuple[int, ...]], is_finite: list[bool]
+    ) -> None:
+        sequences, token_ids = batch.logits_sequences, np.array(output.token_ids, np.int32)
+        rows = batch.rows[sequences]
+        self.rows.token_ids[rows, batch.seq_lens[sequences]] = token_ids
+        self.rows.num_tokens[rows] = batch.seq_lens[sequences] + 1
+        has_state = self.sampling_rows.has_stateful_rows
+        for seq, row, token_id in zip(sequences.tolist(), rows.tolist(), output.token_ids, strict=True):
+            if token_id < 0:
+                is_finite[seq] = False
+                continue
+            sampled[seq] = (token_id,)
+            if has_state:
+                self.sampling_rows.accept(row, token_id)

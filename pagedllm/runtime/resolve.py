@@ -1,0 +1,115 @@
+"""EngineConfig -> numbers. Pure: it is told what the machine and the model have, and says what the engine will use.
+
+What a user asked for and cannot have is a ValueError that names the field, the value and the largest that works;
+what the user left open is chosen here, and a notice says so where it may surprise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedllm.config import EngineConfig
+from pagedllm.errors import NotSupportedError
+from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
+
+GIB = 1 << 30
+CPU_MAX_NUM_SEQS = 128
+CPU_MAX_NUM_BATCHED_TOKENS = 512  # products run at 428 / 433 / 434 GFLOP/s at M = 128 / 512 / 2048: more buys nothing
+MIN_NUM_BATCHED_TOKENS = 64
+STEP_SECONDS = 1.0  # a step stays about this long, so that an interrupt is answered
+CPU_DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+HALF_NAMES = ("half", "float16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    num_blocks: int
+    bytes_per_block: int
+    max_model_len: int
+    notice: str | None  # something the user should know, or None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+def resolve_device(device: str) -> str:
+    if device in ("auto", "cpu"):
+        return "cpu"
+    if device.startswith("cuda"):
+        raise NotSupportedError(f"device={device!r} is not supported yet: pass device='cpu'")
+    raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+
+
+def resolve_dtype(dtype: Any) -> torch.dtype:
+    """On a CPU: bfloat16 unless float32 is asked for; where the CPU cannot multiply bfloat16 the kernels widen it."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if isinstance(name, str) and name in CPU_DTYPES:
+        return CPU_DTYPES[name]
+    if name in HALF_NAMES:
+        raise NotSupportedError(f"dtype={name!r} is not supported on a CPU: pass dtype='bfloat16' or 'float32'")
+    raise ValueError(f"dtype must be one of {sorted(CPU_DTYPES)}, got {dtype!r}")
+
+
+def check_block_size(block_size: int) -> None:
+    if block_size not in SUPPORTED_BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {block_size!r}")
+
+
+def resolve_max_num_seqs(config: EngineConfig) -> int:
+    return CPU_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs
+
+
+def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: float) -> int:
+    """seconds_at_default: what a step of CPU_MAX_NUM_BATCHED_TOKENS tokens takes, measured."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    if seconds_at_default <= STEP_SECONDS:
+        return CPU_MAX_NUM_BATCHED_TOKENS
+    fitting = int(CPU_MAX_NUM_BATCHED_TOKENS * STEP_SECONDS / seconds_at_default)
+    return max(MIN_NUM_BATCHED_TOKENS, fitting // MIN_NUM_BATCHED_TOKENS * MIN_NUM_BATCHED_TOKENS)
+
+
+def resolve_pool(config: EngineConfig, *, max_position: int, bytes_per_block: int, free_bytes: int) -> PoolSize:
+    """How many blocks fit, and how long a request may be.
+
+    max_position: the length in the model's config; free_bytes: what is left for the pool after weights and buffers.
+    The pool takes `kv_cache_memory_bytes`, or `gpu_memory_utilization` of what is free, but never more than
+    max_num_seqs requests of max_model_len could fill, and it always holds one request of max_model_len.
+    """
+    block_size = config.block_size
+    wanted_len = max_position if config.max_model_len is None else config.max_model_len
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ValueError(
+            f"max_model_len must be at most {max_position:,}, the length in the model's config, got {wanted_len:,}"
+        )
+    if config.kv_cache_memory_bytes is not None:
+        budget, source = config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes:,}"
+    else:
+        budget = int(free_bytes * config.gpu_memory_utilization)
+        source = f"{free_bytes / GIB:.2f} GiB free x gpu_memory_utilization={config.gpu_memory_utilization}"
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 1:
+        raise ValueError(f"no memory for a KV cache: {source} holds no block of {bytes_per_block:,} bytes")
+    notice = None
+    longest = num_blocks * block_size
+    if wanted_len > longest:
+        if config.max_model_len is not None:
+            raise ValueError(
+                f"max_model_len={wanted_len:,} does not fit: {source} holds {num_blocks:,} blocks of {block_size} "
+                f"tokens; the largest that fits is {longest:,}"
+            )
+        notice = f"max_model_len lowered from {wanted_len:,} to {longest:,}: the KV cache holds no more ({source})"
+        wanted_len = longest
+    usable = resolve_max_num_seqs(config) * -(-wanted_len // block_size)
+    return PoolSize(min(num_blocks, usable), bytes_per_block, wanted_len, notice)

@@ -1,0 +1,121 @@
+"""Sampler: logits in, one token a row out, with logprobs where asked for. Rows never influence each other.
+
+Order (SURFACE): raw logprobs, masks, bias, penalties, temperature, min_p, top_k, top_p, draw. The raw logits of rows
+that want logprobs are kept aside only if something edits logits in this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagedllm.ops.sampling import process_logits, sample, top_logprobs
+from pagedllm.request import TokenLogprobs
+from pagedllm.sampling.metadata import SamplingRows
+from pagedllm.sampling.processors import mask_width
+
+NO_PENALTIES = (1.0, 0.0, 0.0)
+EMPTY_IDS = np.zeros(0, np.int32)
+EMPTY_VALUES = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    token_ids: list[int]  # [R]; -1 where the logits were not finite
+    logprobs: list[TokenLogprobs | None] | None  # [R], or None where nobody asked
+
+
+class Sampler:
+    def __init__(self, namespace: str, vocab_size: int, rows: SamplingRows) -> None:
+        self.namespace = namespace
+        self.vocab_size = vocab_size
+        self.rows = rows
+
+    def sample(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> SamplerOutput:
+        """logits [R, vocab_size] float32, may be edited; rows [R] persistent rows; output_positions [R] of the tokens
+        to draw. The caller tells `SamplingRows.accept` which tokens it keeps."""
+        num_logprobs = self.rows.num_logprobs[rows]
+        wants_logprobs = np.flatnonzero(num_logprobs >= 0)
+        edits = self._edits(rows.tolist())
+        raw: Tensor | None = None
+        if len(wants_logprobs):
+            raw = logits if len(wants_logprobs) == len(rows) else logits[torch.from_numpy(wants_logprobs)]
+            if edits is not None and raw is logits:
+                raw = logits.clone()
+        if edits is not None:
+            process_logits(self.namespace, logits, *edits)
+        token_ids = self._draw(logits, rows, output_positions)
+        logprobs: list[TokenLogprobs | None] | None = None
+        if raw is not None:
+            logprobs = [None] * len(rows)
+            found = self._logprobs(raw, token_ids[torch.from_numpy(wants_logprobs)], num_logprobs[wants_logprobs])
+            for i, entry in zip(wants_logprobs.tolist(), found, strict=True):
+                logprobs[i] = entry
+        return SamplerOutput(token_ids.tolist(), logprobs)
+
+    def _draw(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> Tensor:
+        counter = np.zeros((len(rows), 2), np.int32)
+        counter[:, 1] = output_positions
+        token_ids = torch.empty(len(rows), dtype=torch.int32, device="cpu")
+        state = self.rows
+        gathered = (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)
+        sample(self.namespace, token_ids, logits, *(torch.from_numpy(a[rows]) for a in gathered),
+               torch.from_numpy(counter))  # fmt: skip
+        return token_ids
+
+    def _edits(self, rows: Sequence[int]) -> tuple[Tensor | None, ...] | None:
+        """The arguments of process_logits after the logits; None where no row has any."""
+        state = self.rows
+        bitmask = bias = penalties = None
+        if state.masks and not state.masks.keys().isdisjoint(rows):
+            words = np.full((len(rows), mask_width(self.vocab_size)), -1, np.int32)
+            for i, row in enumerate(rows):
+                for mask in state.masks.get(row, ()):
+                    mask.fill(words[i])
+            bitmask = torch.from_numpy(words)
+        if state.bias and not state.bias.keys().isdisjoint(rows):
+            bias = _ragged(rows, state.bias.get, EMPTY_VALUES)
+        if state.counts and not state.counts.keys().isdisjoint(rows):
+
+            def counted(row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+                counts = state.counts.get(row)
+                return None if counts is None else (counts.ids, counts.counts)
+
+            strengths = np.array([state.penalties[r] if r in state.counts else NO_PENALTIES for r in rows], np.float32)
+            penalties = (torch.from_numpy(strengths), *_ragged(rows, counted, EMPTY_IDS))
+        if bitmask is None and bias is None and penalties is None:
+            return None
+        return (bitmask, *(bias or (None,) * 3), *(penalties or (None,) * 4))
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
+        num_rows, k = len(ks), int(ks.max())
+        top_ids = torch.empty((num_rows, k), dtype=torch.int32, device="cpu")
+        top_values = torch.empty((num_rows, k), dtype=torch.float32, device="cpu")
+        values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
+        ranks = torch.empty(num_rows, dtype=torch.int32, device="cpu")
+        top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
+        ids = np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1)
+        logprobs = np.concatenate((values[:, None].numpy(), top_values.numpy()), 1)
+        return [
+            TokenLogprobs(ids[i, : 1 + n].copy(), logprobs[i, : 1 + n].copy(), rank) if rank else None
+            for i, (n, rank) in enumerate(zip(ks.tolist(), ranks.tolist(), strict=True))
+        ]
+
+
+def _ragged(
+    rows: Sequence[int],
+    get: Callable[[int], tuple[NDArray[np.int32], NDArray[np.generic]] | None],
+    empty: NDArray[np.generic],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets [R + 1], ids [n], values [n]) of what `get` has for each row."""
+    parts = [get(row) or (EMPTY_IDS, empty) for row in rows]
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(ids) for ids, _ in parts], out=offsets[1:])
+    ids = np.concatenate([ids for ids, _ in parts])
+    values = np.concatenate([values for _, values in parts])
+    return torch.from_numpy(offsets), torch.from_numpy(ids), torch.from_numpy(values)
