@@ -59,13 +59,18 @@ class Sampler:
         return SamplerOutput(token_ids.tolist(), logprobs)
 
     def _draw(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> Tensor:
-        counter = np.zeros((len(rows), 2), np.int32)
+        counter = np.zeros((len(rows), 2), np.int32)  # sample index, output position
         counter[:, 1] = output_positions
         token_ids = torch.empty(len(rows), dtype=torch.int32, device="cpu")
         state = self.rows
-        gathered = (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)
-        sample(self.namespace, token_ids, logits, *(torch.from_numpy(a[rows]) for a in gathered),
-               torch.from_numpy(counter))  # fmt: skip
+        temperature, top_k, top_p, min_p, seed, place = (
+            torch.from_numpy(array)
+            for array in (
+                *(column[rows] for column in (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)),
+                counter,
+            )
+        )
+        sample(self.namespace, token_ids, logits, temperature, top_k, top_p, min_p, seed, place)
         return token_ids
 
     def _edits(self, rows: Sequence[int]) -> tuple[Tensor | None, ...] | None:
