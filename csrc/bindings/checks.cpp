@@ -1,0 +1,74 @@
+#include "bindings/checks.h"
+
+namespace pagedllm {
+namespace {
+
+std::string name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "type " + std::to_string(static_cast<int>(type));
+  }
+}
+
+template <class Sizes>
+std::string text_of(const Sizes& sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+}  // namespace
+
+void fail(const char* op, const std::string& message) { throw std::runtime_error(std::string(op) + ": " + message); }
+
+void Argument::fail(const std::string& message) const {
+  pagedllm::fail(op_, std::string(name_) + " " + message + ", got " + name_of(type()) + " of shape " +
+                          text_of(tensor_.sizes()) + " and strides " + text_of(tensor_.strides()));
+}
+
+const Argument& Argument::type(ScalarType wanted) const {
+  if (type() != wanted) fail("must be " + name_of(wanted));
+  return *this;
+}
+
+const Argument& Argument::shape(std::initializer_list<int64_t> wanted) const {
+  bool is_equal = tensor_.dim() == static_cast<int64_t>(wanted.size());
+  int64_t dim = 0;
+  for (const int64_t size : wanted) is_equal = is_equal && tensor_.size(dim++) == size;
+  if (!is_equal) fail("must have shape " + text_of(wanted));
+  return *this;
+}
+
+const Argument& Argument::dim(int64_t wanted) const {
+  if (tensor_.dim() != wanted) fail("must have " + std::to_string(wanted) + " dimensions");
+  return *this;
+}
+
+const Argument& Argument::contiguous() const {
+  if (!tensor_.is_contiguous()) fail("must be contiguous");
+  return *this;
+}
+
+const Argument& Argument::rows() const {
+  dim(2);
+  if (tensor_.size(1) > 1 && tensor_.stride(1) != 1) fail("must have rows whose elements lie side by side");
+  return *this;
+}
+
+}  // namespace pagedllm

@@ -1,0 +1,47 @@
+#include "cpu/norm.h"
+
+#include "bindings/checks.h"
+#include "bindings/registration.h"
+#include "bindings/threads.h"
+
+namespace pagedllm {
+namespace {
+
+void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor, const Tensor& x_tensor,
+         const Tensor& weight_tensor, double eps) {
+  const Argument x(op, "x", x_tensor), out(op, "out", out_tensor), weight(op, "weight", weight_tensor);
+  x.rows();
+  const int64_t num_rows = x.size(0), hidden_size = x.size(1);
+  out.type(x.type()).shape({num_rows, hidden_size}).rows();
+  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  dispatch(x, [&](auto element) {
+    using T = decltype(element);
+    RmsNormParams<T> params{out.data<T>(), nullptr,  x.data<const T>(), weight.data<const float>(), out.stride(0),  0,
+                            x.stride(0),   num_rows, hidden_size,       static_cast<float>(eps),    torch_threads()};
+    if (residual_tensor) {
+      const Argument residual(op, "residual", *residual_tensor);
+      residual.type(x.type()).shape({num_rows, hidden_size}).rows();
+      params.residual = residual.data<T>();
+      params.residual_stride = residual.stride(0);
+    }
+    pagedllm::rms_norm(params);
+  });
+}
+
+void rms_norm_op(const Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
+  run("rms_norm", out, nullptr, x, weight, eps);
+}
+
+void add_rms_norm_op(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight, double eps) {
+  run("add_rms_norm", out, &residual, x, weight, eps);
+}
+
+}  // namespace
+}  // namespace pagedllm
+
+STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
+  using namespace pagedllm;
+  PAGEDLLM_IMPLEMENT(library, rms_norm_op, "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
+  PAGEDLLM_IMPLEMENT(library, add_rms_norm_op,
+                     "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
+}

@@ -1,0 +1,23 @@
+// RMSNorm of rows, alone or after an addition to the residual stream. T is bf16 or float.
+#pragma once
+#include "cpu/parallel.h"
+#include "cpu/types.h"
+
+namespace pagedllm {
+
+template <class T>
+struct RmsNormParams {
+  T* out;               // [num_rows, hidden_size]
+  T* residual;          // [num_rows, hidden_size] or null: then x is normed, else residual += x first
+  const T* x;           // [num_rows, hidden_size]
+  const float* weight;  // [hidden_size]
+  int64_t out_stride, residual_stride, x_stride;
+  int64_t num_rows, hidden_size;
+  float eps;
+  Parallel parallel;
+};
+
+template <class T>
+void rms_norm(const RmsNormParams<T>& params);
+
+}  // namespace pagedllm

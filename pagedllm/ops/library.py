@@ -1,0 +1,133 @@
+"""Chooses the compiled kernels for this CPU and loads them, once a process.
+
+    load_kernels("auto")        the best instruction set that the CPU has
+    load_kernels("avx2")        that set, or an error that names it and what the CPU has
+    load_kernels("reference")   the Python twins; no library is touched
+
+The environment variable PAGEDLLM_KERNELS takes the place of "auto", for tests. Nothing falls back: a library that is
+missing, does not load or was built from other schemas is a LibraryError that names file, cause and build command.
+What is loaded is torch's knowledge (its dispatch table and its list of libraries), not a variable of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from pagedllm.errors import LibraryError
+from pagedllm.ops import attention, kv_write, linear, norm, sampling
+from pagedllm.ops._library import Operator
+
+BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
+LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+
+# From best to worst, with the flags of /proc/cpuinfo that each needs.
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+INSTRUCTION_SETS: dict[str, frozenset[str]] = {
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "generic": frozenset(),
+}
+_OPERATOR_MODULES: tuple[ModuleType, ...] = (attention, kv_write, linear, norm, sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """What was chosen. `path` is None for the reference."""
+
+    name: str  # "avx512_bf16", ..., "reference"
+    namespace: str  # of the operators
+    path: Path | None
+
+
+def load_kernels(kernels: str = "auto") -> KernelSet:
+    """Loads the kernels that `kernels` names and returns them.
+
+    Raises ValueError for a name that is unknown or that this CPU cannot run, LibraryError for a library that cannot be
+    used, or when this process has loaded another set already (torch has one table of implementations).
+    """
+    name = choose(kernels, cpu_flags(), os.environ.get("PAGEDLLM_KERNELS"))
+    if name == "reference":
+        return KernelSet(name, "pagedllm_reference", None)
+    path = LIBRARY_FOLDER / f"libpagedllm_cpu_{name}.so"
+    load_library(path)
+    return KernelSet(name, "pagedllm", path)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets that CPU and operating system offer, in the words of /proc/cpuinfo."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def choose(kernels: str, flags: frozenset[str], forced: str | None = None) -> str:
+    """The name of the set to load. `forced`, where not None or empty, takes the place of "auto"."""
+    field = "kernels"
+    if kernels == "auto" and forced:
+        field, kernels = "PAGEDLLM_KERNELS", forced
+    usable = [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
+    if kernels == "auto":
+        return usable[0]
+    if kernels == "reference" or kernels in usable:
+        return kernels
+    if kernels in INSTRUCTION_SETS:
+        missing = ", ".join(sorted(INSTRUCTION_SETS[kernels] - flags))
+        raise ValueError(
+            f"{field}={kernels!r} cannot run on this CPU, which lacks {missing}; the best it can run is {usable[0]!r}"
+        )
+    known = ("auto", *INSTRUCTION_SETS, "reference")
+    raise ValueError(f"{field} must be one of {', '.join(map(repr, known))}, got {kernels!r}")
+
+
+def load_library(path: Path) -> None:
+    """Loads one library and checks it against our schemas. Raises LibraryError."""
+    ours = {str(Path(loaded)) for loaded in torch.ops.loaded_libraries if "libpagedllm_cpu_" in Path(loaded).name}
+    if ours - {str(path)}:
+        raise LibraryError(
+            f"this process has loaded {', '.join(sorted(ours))} and cannot load {path} besides: "
+            "one process runs one instruction set"
+        )
+    if not path.exists():
+        raise LibraryError(f"the kernels {path} do not exist; build them: {BUILD_COMMAND}")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise LibraryError(f"the kernels {path} do not load ({error}); build them again: {BUILD_COMMAND}") from error
+    get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
+    get_signatures.restype = ctypes.c_char_p
+    difference = compare_signatures(defined_schemas(), get_signatures().decode().splitlines())
+    if difference:
+        raise LibraryError(
+            f"the kernels {path} were built from other sources: {difference}; build them: {BUILD_COMMAND}"
+        )
+
+
+def defined_schemas() -> list[str]:
+    """The schemas of all operators that the package defines."""
+    return [
+        value.schema for module in _OPERATOR_MODULES for value in vars(module).values() if isinstance(value, Operator)
+    ]
+
+
+def compare_signatures(defined: list[str], compiled: list[str]) -> str | None:
+    """Says the first difference between the package's schemas and a library's, or None."""
+    ours, theirs = ({schema[: schema.index("(")]: schema for schema in schemas} for schemas in (defined, compiled))
+    for name, schema in theirs.items():
+        if name not in ours:
+            return f"they implement {name!r}, which this version does not define"
+        if schema != ours[name]:
+            return f"they implement {schema!r} where this version defines {ours[name]!r}"
+    return None
