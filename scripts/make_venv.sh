@@ -11,7 +11,7 @@ needed_mb=2500
 preflight() {
   local missing=() free_mb
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    missing+=("python >= 3.10 ($python is $("$python" --version 2>&1 | tail -n 1 || true); set PYTHON)")
+    missing+=("python >= 3.10 ($python is missing or older: set PYTHON=)")
   elif ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     missing+=("$python's venv module (apt-get install python3-venv)")
   fi
@@ -47,8 +47,10 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 if [ -z "$(torch_of "$venv/bin/python")" ]; then
-  echo "set-up downloads about 450 MB and writes about 1,600 MB into $venv, once (if the index serves torch with CUDA," \
-    "about 3,500 and 8,000 MB: TORCH_INDEX_URL=URL names an index of CPU builds)"
+  echo "set-up downloads about 360 MB and writes about 1,700 MB, once (about 3,000 and 6,500 MB where pip finds a torch" \
+    "with CUDA first: TORCH_INDEX_URL=URL names an index of CPU builds)"
   "${pip[@]}" "$TORCH_SPEC" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+else
+  echo "set-up downloads about 170 MB and writes about 700 MB, once"
 fi
 "${pip[@]}" 'setuptools>=77' wheel

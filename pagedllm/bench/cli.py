@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "throughput",
         help="output tokens per second of a whole call, beside other engines",
         description="Generates a fixed workload (token ids by fixed seed, exact output lengths, greedy) and prints the "
-        "output tokens per second of the whole call, loading excluded. Peers run in turn with pagedllm on the same ids.",
+        "output tokens per second of the whole call, loading excluded. Peers run in turn, on the same ids.",
     )
     throughput.add_argument("-m", "--model", required=True, help="model folder or GGUF file")
     throughput.add_argument("--workload", choices=sorted(WORKLOADS), default="mixed", help="default: mixed")
