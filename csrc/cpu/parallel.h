@@ -9,6 +9,7 @@ class Parallel {
   using Task = void (*)(const void* context, int64_t task);
   using Run = void (*)(int64_t num_tasks, Task task, const void* context);
 
+  Parallel() = default;  // for params that are filled in later
   // `run` calls task(context, i) once for each i below num_tasks, on as many threads as it likes, and waits for all.
   Parallel(Run run, int num_threads) : run_(run), num_threads_(num_threads) {}
 
@@ -43,8 +44,8 @@ class Parallel {
   }
 
  private:
-  Run run_;
-  int num_threads_;
+  Run run_ = nullptr;
+  int num_threads_ = 1;
 };
 
 }  // namespace pagedllm

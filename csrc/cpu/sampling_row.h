@@ -63,10 +63,13 @@ class LogitsRow {
     return static_cast<int32_t>(block * kBlock + i);
   }
 
-  // A bound that at least `count` logits reach, and not many more; no less than `lowest`, even if fewer reach that.
+  // A bound that at least `count` logits reach, and not many more; never below `lowest`, even if fewer reach that.
+  // The row has no NaN and no +inf.
   float bound(int64_t count, float lowest) const {
-    float reached = lowest, too_high = max_;
-    if (num_groups_from(reached) < count) return reached;
+    float reached = max_, too_high = max_;
+    for (const float max : group_max_) reached = max > -kInfinity && max < reached ? max : reached;
+    reached = std::max(reached, lowest);
+    if (num_groups_from(reached) < count) return lowest;
     for (int i = 0; i < 24; ++i) {
       const float middle = reached + (too_high - reached) / 2;
       const int64_t found = num_groups_from(middle);

@@ -1,0 +1,93 @@
+#include "cpu/linear.h"
+
+#include "bindings/checks.h"
+#include "bindings/registration.h"
+#include "bindings/threads.h"
+
+namespace pagedllm {
+namespace {
+
+// Panels of a packed weight of `k` rows of the element type T.
+template <class T>
+int64_t check_packed(const Argument& weight, int64_t k) {
+  const int64_t num_panels = weight.dim(sizeof(T) == sizeof(float) ? 3 : 4).size(0);
+  if constexpr (std::is_same_v<T, float>) {
+    weight.type(ScalarType::Float).shape({num_panels, k, kPanel});
+  } else {
+    weight.type(ScalarType::BFloat16).shape({num_panels, (k + 1) / 2, kPanel, 2});
+  }
+  weight.contiguous();
+  return num_panels;
+}
+
+Activation check_activation(const char* op, int64_t activation, Activation first) {
+  if (activation < static_cast<int64_t>(first) || activation > static_cast<int64_t>(Activation::kGelu)) {
+    fail(op, "activation must be from " + std::to_string(static_cast<int>(first)) + " to 3, got " +
+                 std::to_string(activation));
+  }
+  return static_cast<Activation>(activation);
+}
+
+template <class T, class Out>
+void packed_linear_of(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                      const std::optional<Tensor>& bias_tensor, const std::optional<Tensor>& residual_tensor,
+                      int64_t activation) {
+  const char* op = "packed_linear";
+  const Argument out(op, "out", out_tensor), x(op, "x", x_tensor), weight(op, "weight", weight_tensor);
+  const int64_t num_rows = x.size(0), k = x.size(1), num_panels = check_packed<T>(weight, k);
+  const Activation checked = check_activation(op, activation, Activation::kNone);
+  out.rows();
+  const int64_t num_columns = out.size(1);
+  out.shape({num_rows, num_columns});
+  const int64_t columns_per_panel = checked == Activation::kNone ? kPanel : kGatedHalf;
+  if ((num_columns + columns_per_panel - 1) / columns_per_panel != num_panels) {
+    out.fail("must have as many columns as " + std::to_string(num_panels) + " panels of " +
+             std::to_string(columns_per_panel) + " hold");
+  }
+  PackedLinearParams<T, Out> params{};
+  params.out = out.data<Out>();
+  params.x = x.data<const T>();
+  params.weight = weight.data<const T>();
+  if (bias_tensor) {
+    const Argument bias(op, "bias", *bias_tensor);
+    params.bias = bias.type(ScalarType::Float).shape({num_panels * kPanel}).contiguous().data<const float>();
+  }
+  if (residual_tensor) {
+    const Argument residual(op, "residual", *residual_tensor);
+    params.residual = residual.type(x.type()).shape({num_rows, num_columns}).rows().data<const T>();
+    params.residual_stride = residual.stride(0);
+  }
+  params.out_stride = out.stride(0);
+  params.x_stride = x.stride(0);
+  params.num_rows = num_rows;
+  params.k = k;
+  params.num_columns = num_columns;
+  params.num_panels = num_panels;
+  params.activation = checked;
+  params.parallel = torch_threads();
+  packed_linear(params);
+}
+
+void packed_linear_op(const Tensor& out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, int64_t activation) {
+  const Argument x_argument("packed_linear", "x", x);
+  x_argument.rows();
+  dispatch(x_argument, [&](auto element) {
+    using T = decltype(element);
+    if (out.scalar_type() == ScalarType::Float) {
+      return packed_linear_of<T, float>(out, x, weight, bias, residual, activation);
+    }
+    Argument("packed_linear", "out", out).type(x.scalar_type());
+    packed_linear_of<T, T>(out, x, weight, bias, residual, activation);
+  });
+}
+
+}  // namespace
+}  // namespace pagedllm
+
+STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
+  using namespace pagedllm;
+  PAGEDLLM_IMPLEMENT(library, packed_linear_op,
+                     "packed_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
+                     "int activation) -> ()");
+}
