@@ -2,7 +2,7 @@
 
 The draw works on fixed point, so that sums do not depend on their order and every device draws the same token:
 
-    w_i = round(2^32 * exp2((z_i - max z) * log2(e) / temperature))   as uint64, by `exp2_weight` below
+    w_i = round(2^32 * exp2((z_i - max z) * (log2(e) / temperature)))   as uint64, by `exp2_weight` below
     S   = sum of the w_i that min_p, top_k and top_p keep             < 2^50 for a million tokens
     the token is the first id whose inclusive sum exceeds floor(r * S / 2^64), r 64 random bits
 
@@ -50,7 +50,8 @@ def random_bits(seed: int, sample_index: int, output_position: int) -> int:
 
 def exp2_weight(logits: Tensor, temperature: float) -> Tensor:
     """w of the module's docstring: [V] float32 -> [V] int64 in 0 .. 2^32; the largest logit gets exactly 2^32."""
-    x = (logits - logits.max()) * torch.tensor(np.float32(LOG2E / np.float32(temperature)))
+    scale = np.float32(min(LOG2E / np.float64(np.float32(temperature)), np.finfo(np.float32).max))  # rounded once
+    x = (logits - logits.max()) * torch.tensor(scale)
     x = torch.where(x >= -33, x, -34.0)
     exponent = x.floor()
     f = x - exponent
@@ -147,7 +148,7 @@ def sample(
         if top_k[row] > 0:
             weight[order[int(top_k[row]) :]] = 0
         if top_p[row] < 1:
-            target = int(np.ceil(np.float64(top_p[row]) * float(weight.sum())))
+            target = max(1, int(np.ceil(np.float64(top_p[row]) * float(weight.sum()))))
             before = weight[order].cumsum(0) - weight[order]
             weight[order[before >= target]] = 0
         inclusive = weight.cumsum(0)
