@@ -22,7 +22,7 @@ class RopeConfig:
     rotary_dim: int
     kind: RopeKind = "default"
     factor: float = 1.0
-    original_max_position: int = 0  # 0: not used by this kind
+    original_max_position: int = 0  # length the frequencies were trained for; 0: not used by this kind
     attention_factor: float | None = None  # None: computed from the others
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
@@ -59,13 +59,13 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position: int
+    max_position: int  # the longest text, after the rope's scaling
     norm_eps: float
     activation: Activation
     layers: tuple[LayerConfig, ...]
     attention_scale: float  # multiplies q.k
     is_tied: bool  # the LM head is the embedding
-    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size), rounded to the weights' type
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size); the decoder rounds it to the compute type
     has_qkv_bias: bool = False
     has_output_bias: bool = False  # attention's output projection
     has_mlp_bias: bool = False

@@ -6,14 +6,38 @@ loaded one at a time into the packed storage and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, packed_linear, packed_shape
+from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_linear, packed_shape
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Something that one tensor of a checkpoint fills."""
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]  # takes a tensor of that shape and any floating type, and copies it
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a part that fill the same columns of consecutive panels."""
+
+    rows: slice
+    panels: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.panels.stop - self.panels.start, self.columns.stop - self.columns.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +61,23 @@ class LinearShape:
             return -(-self.part_sizes[0] // GATED_HALF) * PANEL
         return -(-sum(self.part_sizes) // PANEL) * PANEL
 
-    def columns(self, part: int) -> Tensor:
-        """Stored column of each row of a part, int64 [part_sizes[part]]."""
-        rows = torch.arange(self.part_sizes[part])
-        if self.is_gated:
-            return rows // GATED_HALF * PANEL + rows % GATED_HALF + part * GATED_HALF
-        return rows + sum(self.part_sizes[:part])
+    def blocks(self, part: int) -> Iterator[Block]:
+        """Where the rows of a part lie: 32 columns of every panel where gated, else one run of columns."""
+        row, num_rows = 0, self.part_sizes[part]
+        width = GATED_HALF if self.is_gated else PANEL
+        column = 0 if self.is_gated else sum(self.part_sizes[:part])
+        left = part * GATED_HALF if self.is_gated else 0  # of the part's columns within a panel
+        while row < num_rows:
+            panel, offset = divmod(column + row, width)
+            if offset == 0 and num_rows - row >= width:
+                num_panels, num_columns = (num_rows - row) // width, width
+            else:
+                num_panels, num_columns = 1, min(width - offset, num_rows - row)
+            end = row + num_panels * num_columns
+            yield Block(
+                slice(row, end), slice(panel, panel + num_panels), slice(left + offset, left + offset + num_columns)
+            )
+            row = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +98,11 @@ class WeightFormat(Protocol):
         """The checkpoint's tensors behind the weight `name`: one here; values and scales in a quantized format."""
         ...
 
-    def allocate(self, shape: LinearShape) -> Tensor:
+    def num_bytes(self, shape: LinearShape) -> int:
+        """What `allocate` takes."""
+        ...
+
+    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
         """Storage for a Linear, zeroed: padding must be zero."""
         ...
 
@@ -77,6 +116,10 @@ class WeightFormat(Protocol):
         """out [M, out_features] = epilogue(x [M, in_features] @ weight.T + bias)."""
         ...
 
+    def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
+        """out [M, in_features] = rows token_ids [M] int32 of the weight, times scale."""
+        ...
+
 
 class PackedFormat:
     """Panels of 64 columns in bfloat16 or float32: `pagedllm.ops.linear` draws them."""
@@ -87,40 +130,60 @@ class PackedFormat:
     def tensor_names(self, name: str) -> tuple[str, ...]:
         return (name,)
 
-    def allocate(self, shape: LinearShape) -> Tensor:
-        return torch.zeros(packed_shape(shape.padded_columns, shape.in_features, self.dtype), dtype=self.dtype)
+    def num_bytes(self, shape: LinearShape) -> int:
+        elements = math.prod(packed_shape(shape.padded_columns, shape.in_features, self.dtype))
+        return aligned(elements * self.dtype.itemsize)
+
+    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+        return memory.take(packed_shape(shape.padded_columns, shape.in_features, self.dtype), self.dtype)
 
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
-        columns = shape.columns(part)
         rows = rows.to(self.dtype)
         if self.dtype == torch.float32:
             by_column = weight.transpose(1, 2)  # [panels, 64, K], a view
         else:
             if shape.in_features % 2:
                 rows = torch.nn.functional.pad(rows, (0, 1))
-            # a pair along K is moved as one 32-bit word
-            rows = rows.contiguous().view(torch.int32)
+            # a pair along K is moved as one 32-bit word; a view of a file may begin at an odd element
+            rows = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
+            rows = rows.view(torch.int32)
             by_column = weight.view(torch.int32)[..., 0].transpose(1, 2)  # [panels, 64, K/2], a view
-        first, last = int(columns[0]), int(columns[-1]) + 1
-        if not shape.is_gated and first % PANEL == 0 and last % PANEL == 0:
-            by_column[first // PANEL : last // PANEL] = rows.unflatten(0, (-1, PANEL))
-        else:
-            by_column[columns // PANEL, columns % PANEL] = rows
+        for block in shape.blocks(part):
+            by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
     def apply(
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
         packed_linear(namespace, out, x, weight, bias, epilogue.residual, epilogue.activation)
 
+    def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
+        embedding(namespace, out, token_ids, weight, scale)
+
 
 class Linear:
     """y = x @ W.T + b, over one or more parts."""
 
-    def __init__(self, shape: LinearShape, weight_format: WeightFormat) -> None:
+    def __init__(self, shape: LinearShape, weight_format: WeightFormat, memory: HostMemory) -> None:
         self.shape = shape
         self.format = weight_format
-        self.weight = weight_format.allocate(shape)
-        self.bias = torch.zeros(shape.padded_columns, dtype=torch.float32) if shape.has_bias else None
+        self.weight = weight_format.allocate(shape, memory)
+        self.bias = memory.take((shape.padded_columns,), torch.float32) if shape.has_bias else None
+
+    @staticmethod
+    def num_bytes(shape: LinearShape, weight_format: WeightFormat) -> int:
+        """What the constructor takes of `memory`."""
+        bias = aligned(shape.padded_columns * torch.float32.itemsize) if shape.has_bias else 0
+        return weight_format.num_bytes(shape) + bias
+
+    def slots(self, *part_names: str) -> dict[str, WeightSlot]:
+        """ "q.weight", "q.bias" and so on, one name a part."""
+        slots = {}
+        for part, (name, size) in enumerate(zip(part_names, self.shape.part_sizes, strict=True)):
+            weight_shape = (size, self.shape.in_features)
+            slots[f"{name}.weight"] = WeightSlot(weight_shape, functools.partial(self.load_weight, part))
+            if self.shape.has_bias:
+                slots[f"{name}.bias"] = WeightSlot((size,), functools.partial(self.load_bias, part))
+        return slots
 
     def load_weight(self, part: int, rows: Tensor) -> None:
         """rows: [part_sizes[part], in_features], any floating type. Raises ValueError on another shape."""
@@ -134,7 +197,9 @@ class Linear:
         expected = (self.shape.part_sizes[part],)
         if self.bias is None or tuple(values.shape) != expected:
             raise ValueError(f"expected a bias of shape {expected}, got {tuple(values.shape)}")
-        self.bias[self.shape.columns(part)] = values.float()
+        by_panel = self.bias.view(-1, PANEL)
+        for block in self.shape.blocks(part):
+            by_panel[block.panels, block.columns] = values[block.rows].float().unflatten(0, block.shape)
 
     def apply(
         self,
@@ -147,3 +212,7 @@ class Linear:
         """out [M, out_features] of x's type or float32; x [M, in_features]; `adapters` is for LoRA, later."""
         assert adapters is None
         self.format.apply(namespace, out, x, self.weight, self.bias, epilogue)
+
+    def embed(self, namespace: str, out: Tensor, token_ids: Tensor, scale: float) -> None:
+        """out [M, in_features] = rows token_ids [M] int32 of the weight, times scale: an embedding is a Linear."""
+        self.format.embed(namespace, out, token_ids, self.weight, scale)

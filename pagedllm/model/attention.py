@@ -1,0 +1,85 @@
+"""The attention half of a layer: q, k, v in one product, then KV write and attention by the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pagedllm.model.buffers import AttentionRows
+from pagedllm.model.config import AttentionKind, ModelConfig
+from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
+from pagedllm.model.norm import NormWeight
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
+
+
+def qkv_shape(config: ModelConfig) -> LinearShape:
+    kv_size = config.num_kv_heads * config.head_dim
+    part_sizes = (config.num_q_heads * config.head_dim, kv_size, kv_size)
+    return LinearShape(config.hidden_size, part_sizes, has_bias=config.has_qkv_bias)
+
+
+class Attention:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: AttentionKind,
+        weight_format: WeightFormat,
+        memory: HostMemory,
+        backend: AttentionBackend,
+        namespace: str,
+    ) -> None:
+        assert not kind.has_sinks  # comes with the first family that has them
+        self.namespace = namespace
+        self.backend = backend
+        self.kind = kind
+        self.scale = config.attention_scale
+        self.eps = config.norm_eps
+        self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        self.qkv = Linear(qkv_shape(config), weight_format, memory)
+        self.norms: dict[str, NormWeight] = {}
+        if config.has_qk_norm:
+            for name in ("q_norm", "k_norm"):
+                self.norms[name] = NormWeight(config.head_dim, config.norm_weight_offset, memory)
+        self.q_norm = self.norms["q_norm"].weight if config.has_qk_norm else None
+        self.k_norm = self.norms["k_norm"].weight if config.has_qk_norm else None
+        self.is_interleaved = kind.rope is not None and kind.rope.is_interleaved
+        self.rope_index = -1 if kind.rope is None else config.ropes.index(kind.rope)
+        self.rope_table: Tensor | None = None  # [rows, rotary_dim], of `rope_index`
+
+    @staticmethod
+    def num_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
+        norms = 2 * NormWeight.num_bytes(config.head_dim) if config.has_qk_norm else 0
+        return Linear.num_bytes(qkv_shape(config), weight_format) + norms
+
+    def slots(self) -> dict[str, WeightSlot]:
+        norms = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
+        return {**self.qkv.slots("q", "k", "v"), **norms}
+
+    def forward(
+        self,
+        rows: AttentionRows,
+        x: Tensor,
+        rope_rows: Sequence[Tensor],
+        metadata: AttentionMetadata,
+        kv_cache: tuple[Tensor, Tensor],
+    ) -> None:
+        """rows.out = attention(x [T, H]); rope_rows: per rope [T] int32."""
+        kind = self.kind
+        self.qkv.apply(self.namespace, rows.qkv, x)
+        self.backend.write_kv(
+            rows.qkv,
+            kv_cache,
+            metadata.slot_mappings[kind.kv_group],
+            self.rope_table,
+            rope_rows[self.rope_index] if self.rope_index >= 0 else None,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            self.shape,
+            self.is_interleaved,
+        )
+        self.backend.attend(
+            rows.out, rows.q, kv_cache, metadata, kind.kv_group, None, self.scale, kind.softcap, kind.window
+        )

@@ -1,0 +1,83 @@
+"""Every intermediate tensor of a forward pass, allocated once; a step takes views of their first rows.
+
+Letters: T tokens of the step, R rows whose logits are wanted, H hidden_size, I intermediate_size, Q query heads,
+K KV heads, D head_dim, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedllm.model.config import ModelConfig
+from pagedllm.model.linear import Epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Views for one step, of all tokens or of the wanted rows; `rows` is T or R."""
+
+    hidden: Tensor  # [rows, H] the residual stream
+    normed: Tensor  # [rows, H] what the next product reads
+    scratch: Tensor  # [rows, H] of models with post-norms
+    attention: Tensor  # [rows, Q * D] what attention gave
+    intermediate: Tensor  # [rows, I]
+    onto_hidden: Epilogue  # adds `hidden`
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Views for one step, of all tokens."""
+
+    qkv: Tensor  # [T, (Q + 2 K) * D]
+    q: Tensor  # [T, Q, D], a part of qkv
+    out: Tensor  # [T, Q, D], the same memory as StepRows.attention
+
+
+class DecoderBuffers:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_logits: int) -> None:
+        def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
+
+        self.num_q_heads, self.head_dim = config.num_q_heads, config.head_dim
+        self.q_size = config.num_q_heads * config.head_dim
+        self.hidden = allocate(max_num_tokens, config.hidden_size)
+        self.normed = allocate(max_num_tokens, config.hidden_size)
+        self.scratch = allocate(max_num_tokens if config.has_post_norms else 0, config.hidden_size)
+        self.qkv = allocate(max_num_tokens, self.q_size + 2 * config.num_kv_heads * config.head_dim)
+        self.attention = allocate(max_num_tokens, self.q_size)
+        self.intermediate = allocate(max_num_tokens, config.intermediate_size)
+        self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
+        self.wanted_attention = allocate(max_num_logits, self.q_size)
+        self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)
+
+    def step_rows(self, num_tokens: int) -> StepRows:
+        return self._rows(num_tokens, self.hidden, self.attention)
+
+    def wanted_rows(self, num_logits: int) -> StepRows:
+        return self._rows(num_logits, self.wanted_hidden, self.wanted_attention)
+
+    def attention_rows(self, num_tokens: int) -> AttentionRows:
+        qkv = self.qkv[:num_tokens]
+        heads = (self.num_q_heads, self.head_dim)
+        return AttentionRows(
+            qkv=qkv, q=qkv[:, : self.q_size].unflatten(1, heads), out=self.attention[:num_tokens].unflatten(1, heads)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def _rows(self, num_rows: int, hidden: Tensor, attention: Tensor) -> StepRows:
+        assert num_rows <= len(hidden), f"{num_rows} rows, the buffers hold {len(hidden)}"
+        hidden = hidden[:num_rows]
+        return StepRows(
+            hidden=hidden,
+            normed=self.normed[:num_rows],
+            scratch=self.scratch[:num_rows],
+            attention=attention[:num_rows],
+            intermediate=self.intermediate[:num_rows],
+            onto_hidden=Epilogue(residual=hidden),
+        )

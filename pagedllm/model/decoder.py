@@ -1,0 +1,128 @@
+"""The one decoder: embedding, layers, head. ModelConfig says everything that differs between families.
+
+Knows no requests and no schedule; `runtime` gives it tokens, rows of rope tables, attention metadata and KV tensors.
+Nothing is allocated in a step. After the last attention only the rows whose logits are wanted go on.
+
+Letters: T tokens of the step, R rows whose logits are wanted, H hidden_size, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedllm.model.buffers import DecoderBuffers, StepRows
+from pagedllm.model.config import ModelConfig
+from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.layers import DecoderLayer
+from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightSlot
+from pagedllm.model.norm import NormWeight
+from pagedllm.model.rope import RopeTables
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
+from pagedllm.ops.linear import gather_rows
+from pagedllm.ops.norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInput:
+    token_ids: Tensor  # [T] int32
+    rope_rows: tuple[Tensor, ...]  # per ModelConfig.ropes: [T] int32, position + the variant's row_offset
+    logits_indices: Tensor  # [R] int32, the tokens whose logits are wanted
+
+
+def vocabulary_shape(config: ModelConfig) -> LinearShape:
+    """Of the head and of the embedding."""
+    return LinearShape(config.hidden_size, (config.vocab_size,))
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights take in memory, known before anything is loaded."""
+    weight_format = PackedFormat(dtype)
+    num_vocabularies = 1 if config.is_tied else 2
+    return (
+        num_vocabularies * Linear.num_bytes(vocabulary_shape(config), weight_format)
+        + config.num_layers * DecoderLayer.num_bytes(config, weight_format)
+        + NormWeight.num_bytes(config.hidden_size)
+    )
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: AttentionBackend, namespace: str) -> None:
+        """All weights are zero until `slots` are loaded. dtype: torch.bfloat16 or torch.float32."""
+        self.config = config
+        self.dtype = dtype
+        self.namespace = namespace
+        weight_format = PackedFormat(dtype)
+        self._memory = HostMemory(weight_bytes(config, dtype))
+        self.head = Linear(vocabulary_shape(config), weight_format, self._memory)
+        self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self._memory)
+        # transformers multiplies by the factor in the weights' type: sqrt(640) is 25.25 in bfloat16
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
+        self.layers = [
+            DecoderLayer(config, layer_config, weight_format, self._memory, backend, namespace)
+            for layer_config in config.layers
+        ]
+        self.final_norm = NormWeight(config.hidden_size, config.norm_weight_offset, self._memory)
+        self.first_norm = self.layers[0].norms["attention_norm"].weight
+        for layer, following in zip(self.layers, self.layers[1:], strict=False):
+            layer.next_norm = following.norms["attention_norm"].weight
+        self.layers[-1].next_norm = self.final_norm.weight
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """Every weight by its place: "embedding.weight", "layers.3.q.bias" ..."""
+        slots = {**self.embedding.slots("embedding"), "final_norm.weight": self.final_norm.slot()}
+        if not self.config.is_tied:
+            slots |= self.head.slots("head")
+        for index, layer in enumerate(self.layers):
+            slots |= {f"layers.{index}.{name}": slot for name, slot in layer.slots().items()}
+        return slots
+
+    def set_rope_tables(self, tables: RopeTables) -> None:
+        """`tables` of this model's ropes, for the max_model_len in force."""
+        for layer in self.layers:
+            attention = layer.attention
+            if attention.rope_index >= 0:
+                attention.rope_table = tables.tables[attention.rope_index]
+
+    def allocate_buffers(self, max_num_tokens: int, max_num_logits: int) -> DecoderBuffers:
+        return DecoderBuffers(self.config, self.dtype, max_num_tokens, max_num_logits)
+
+    def forward(
+        self,
+        inputs: DecoderInput,
+        metadata: AttentionMetadata,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        buffers: DecoderBuffers,
+    ) -> Tensor:
+        """[R, V] float32, a view of buffers.logits. kv_caches: K and V of each layer, written in place."""
+        num_tokens = len(inputs.token_ids)
+        rows = buffers.step_rows(num_tokens)
+        attention_rows = buffers.attention_rows(num_tokens)
+        self.embedding.embed(self.namespace, rows.hidden, inputs.token_ids, self.embedding_scale)
+        rms_norm(self.namespace, rows.normed, rows.hidden, self.first_norm, self.config.norm_eps)
+        for layer, kv_cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
+            layer.attend(attention_rows, rows.normed, inputs.rope_rows, metadata, kv_cache)
+            layer.finish(rows)
+        last_layer = self.layers[-1]
+        last_layer.attend(attention_rows, rows.normed, inputs.rope_rows, metadata, kv_caches[-1])
+        logits = buffers.logits[: len(inputs.logits_indices)]
+        if len(logits):
+            wanted = self._gather_wanted(rows, inputs.logits_indices, buffers)
+            last_layer.finish(wanted)
+            self.head.apply(self.namespace, logits, wanted.normed)
+            if self.config.logit_softcap > 0:
+                logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
+        return logits
+
+    def close(self) -> None:
+        """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""
+        self._memory.close()
+
+    def _gather_wanted(self, rows: StepRows, indices: Tensor, buffers: DecoderBuffers) -> StepRows:
+        wanted = buffers.wanted_rows(len(indices))
+        gather_rows(self.namespace, wanted.hidden, rows.hidden, indices)
+        gather_rows(self.namespace, wanted.attention, rows.attention, indices)
+        return wanted

@@ -1,0 +1,43 @@
+"""One anonymous mapping from which tensors are cut. Knows nothing of what they hold.
+
+The mapping is advised to use huge pages: weights and KV cache are read end to end in every step, and huge pages made
+a decode step 4-14 % faster on the machines measured. Pages that nobody writes cost address space only.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # of each tensor, bytes: a cache line and a vector register
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class HostMemory:
+    """`num_bytes` of zeros. `close` gives the pages back at once, whoever still holds a tensor."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._num_taken = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor, all zeros."""
+        begin = self._num_taken
+        end = begin + math.prod(shape) * dtype.itemsize
+        assert end <= len(self._bytes), f"{end} bytes wanted of {len(self._bytes)}"
+        self._num_taken = aligned(end)
+        return self._bytes[begin:end].view(dtype).view(*shape)
+
+    def close(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)

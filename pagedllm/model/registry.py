@@ -1,0 +1,41 @@
+"""The families this version knows. A new one is a file in `families/` and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pagedllm.errors import ModelError
+from pagedllm.model.config import ModelConfig
+from pagedllm.model.families import gemma3, llama, qwen3
+from pagedllm.model.family import Family
+from pagedllm.model.hf_config import ConfigReader
+
+FAMILIES = (gemma3.FAMILY, llama.FAMILY, qwen3.FAMILY)
+
+
+def find_family(config: Mapping[str, Any], path: Path) -> Family:
+    """The family of a config.json; `path` is its folder, for messages."""
+    architectures = config.get("architectures")
+    by_name = {family.architecture: family for family in FAMILIES}
+    where = path / "config.json"
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise ModelError(f"{where}: architectures must be a list of one name, got {architectures!r}")
+    family = by_name.get(architectures[0])
+    if family is None:
+        raise ModelError(f"{where}: {architectures[0]} is not supported; supported: {', '.join(sorted(by_name))}")
+    if config.get("model_type", family.model_type) != family.model_type:
+        raise ModelError(
+            f"{where}: model_type is {config['model_type']!r}, but {family.architecture} is {family.model_type}"
+        )
+    return family
+
+
+def read_model_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
+    """config.json as a ModelConfig. Raises ModelError, by name, for whatever is missing, wrong or unknown."""
+    family = find_family(config, path)
+    reader = ConfigReader(config, path)
+    model_config = family.read_config(reader)
+    reader.finish()
+    return model_config
