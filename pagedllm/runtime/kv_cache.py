@@ -1,21 +1,17 @@
-"""The KV cache's tensors: one K and one V tensor a layer, all in one anonymous mapping.
+"""The KV cache's tensors: one K and one V tensor a layer, all in one mapping.
 
-The mapping is advised to use huge pages (4-14 % of a decode step on the machines measured) and is touched block by
-block as text grows, so a pool that is larger than a job costs address space only. Who holds which block is the
-business of `cache/`; how a block looks inside is the backend's.
+The mapping is touched block by block as text grows, so a pool that is larger than a job costs address space only. Who
+holds which block is the business of `cache/`; how a block looks inside is the backend's.
 """
 
 from __future__ import annotations
-
-import mmap
 
 import torch
 from torch import Tensor
 
 from pagedllm.model.config import ModelConfig
+from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.ops.attention import AttentionBackend
-
-ALIGNMENT = 2 << 20  # a huge page
 
 
 def bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> int:
@@ -33,18 +29,13 @@ class KVCache:
         spec = backend.kv_cache_spec(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        size = spec.bytes_per_block * num_blocks // 2  # of one tensor
-        stride = -(-size // ALIGNMENT) * ALIGNMENT
-        self._mapping = mmap.mmap(-1, stride * 2 * config.num_layers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        pool = torch.frombuffer(self._mapping, dtype=dtype)
-        tensors = [pool[i * stride // dtype.itemsize :][: size // dtype.itemsize] for i in range(2 * config.num_layers)]
+        tensor_bytes = aligned(spec.bytes_per_block * num_blocks // 2)
+        self._memory = HostMemory(tensor_bytes * 2 * config.num_layers)
         self.layers: list[tuple[Tensor, Tensor]] = [
-            (k.view(spec.k_shape), v.view(spec.v_shape)) for k, v in zip(tensors[::2], tensors[1::2], strict=True)
+            (self._memory.take(spec.k_shape, dtype), self._memory.take(spec.v_shape, dtype))
+            for _ in range(config.num_layers)
         ]
 
     def close(self) -> None:
         self.layers.clear()
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)  # pages go now, even if a traceback still holds a tensor
+        self._memory.close()

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.model.decoder import Decoder, DecoderInput
-from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.sampler import Sampler, SamplerOutput
 
@@ -48,12 +49,11 @@ class ModelRunner:
         self.num_threads = num_threads
         self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
-        self.attention_shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        self.metadata_builder = MetadataBuilder(backend, config)
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
-        self.buffers = decoder.allocate_buffers(max_num_batched_tokens, max_num_seqs)
-        self._workspace = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -67,7 +67,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
-        metadata = self._attention_metadata(batch)
+        metadata = self.metadata_builder.build(batch)
         variants = self.rows.rope_variant[batch.token_rows]
         inputs = DecoderInput(
             token_ids=torch.from_numpy(batch.token_ids),
@@ -79,7 +79,8 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
-        del self.decoder, self.buffers, self._workspace
+        self.decoder.close()
+        del self.decoder, self.buffers, self.metadata_builder
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -104,35 +105,21 @@ class ModelRunner:
             for layer in self.kv_cache.layers:
                 self.backend.copy_blocks(layer, tensor)
 
-    def _attention_metadata(self, batch: ForwardBatch) -> AttentionMetadata:
-        plan = self.backend.plan(batch.q_lens, batch.seq_lens, self.attention_shape)
-        if plan.workspace_size > self._workspace.numel():
-            self._workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device="cpu")
-        return AttentionMetadata(
-            cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
-            seq_lens=torch.from_numpy(batch.seq_lens),
-            block_tables=tuple(torch.from_numpy(t) for t in batch.block_tables),
-            slot_mappings=tuple(torch.from_numpy(s) for s in batch.slot_mappings),
-            work=torch.from_numpy(plan.work),
-            merge=torch.from_numpy(plan.merge),
-            workspace=self._workspace,
-        )
-
     def _sample(self, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
         """One token for each sequence whose last token was computed; the runner's rows take it up."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
-        logprobs: list[TokenLogprobs | None] = []
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
         if len(batch.logits_indices):
             sequences = batch.logits_sequences
             rows = batch.rows[sequences]
             positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
             output = self.sampler.sample(logits, rows, positions)
             if output.logprobs is not None:
-                logprobs = [None] * num_seqs
+                logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] = entry
+                    logprobs[seq] = () if entry is None else (entry,)
             self._keep(batch, output, sampled, is_finite)
         return ModelRunnerOutput(sampled, is_finite, logprobs)
 

@@ -1,0 +1,100 @@
+"""Measures a full step before the KV cache is sized: what memory is left with its buffers in use, and its duration.
+
+On a CPU one layer of each attention kind and the LM head are run at full budget, and the durations are multiplied by
+how often each occurs: the whole model would keep the user of an 8B model waiting for a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagedllm.model.config import AttentionKind
+from pagedllm.model.decoder import Decoder
+from pagedllm.model.rope import RopeTables
+from pagedllm.ops.attention import AttentionBackend
+from pagedllm.runtime.device import read_memory_limits
+from pagedllm.runtime.forward_batch import ForwardBatch
+from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.runtime.metadata import MetadataBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    num_tokens: int
+    seconds: float  # of a step of num_tokens
+    step_bytes: int  # what its buffers take
+    free_bytes: int  # what the machine has left beside them
+
+
+def profile_step(
+    decoder: Decoder, backend: AttentionBackend, *, block_size: int, num_tokens: int, num_logits: int
+) -> StepProfile:
+    """Runs layers on zeros: num_tokens new tokens in sequences of the model's length at most, num_logits wanted."""
+    config = decoder.config
+    longest = min(num_tokens, config.max_position)
+    batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups)
+    decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, longest))
+    kv_cache = KVCache(config, backend, batch.block_tables[0].size, block_size, decoder.dtype)
+    metadata = MetadataBuilder(backend, config).build(batch)
+    buffers = decoder.allocate_buffers(num_tokens, num_logits)
+    rows, attention_rows = buffers.step_rows(num_tokens), buffers.attention_rows(num_tokens)
+    rows.hidden.zero_()
+    rows.normed.zero_()
+    rope_rows = (torch.from_numpy(batch.positions),) * len(config.ropes)
+
+    def run_head() -> None:
+        decoder.head.apply(decoder.namespace, buffers.logits, buffers.wanted_rows(num_logits).normed)
+
+    def run_layer(index: int) -> None:
+        layer = decoder.layers[index]
+        layer.attend(attention_rows, rows.normed, rope_rows, metadata, kv_cache.layers[index])
+        layer.finish(rows)
+
+    seconds = _duration(run_head)
+    kinds = [layer.attention for layer in config.layers]
+    for kind, count in Counter[AttentionKind](kinds).items():
+        seconds += count * _duration(partial(run_layer, kinds.index(kind)))
+    free_bytes = read_memory_limits().free
+    kv_cache.close()
+    return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)
+
+
+def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: int) -> ForwardBatch:
+    """Prompts of `longest` tokens, the last one shorter, each in blocks of its own."""
+    num_seqs = -(-num_tokens // longest)
+    q_lens = np.full(num_seqs, longest, np.int32)
+    q_lens[-1] = num_tokens - longest * (num_seqs - 1)
+    blocks_per_seq = -(-longest // block_size)
+    positions = np.arange(num_tokens, dtype=np.int32) % longest
+    sequences = np.arange(num_tokens) // longest
+    slots: NDArray[np.int64] = sequences * blocks_per_seq * block_size + positions
+    nothing = np.zeros(0, np.int32)
+    return ForwardBatch(
+        rows=np.arange(num_seqs),
+        q_lens=q_lens,
+        cu_seqlens_q=np.concatenate((np.zeros(1, np.int32), q_lens.cumsum(dtype=np.int32))),
+        seq_lens=q_lens,
+        token_ids=np.zeros(num_tokens, np.int32),
+        positions=positions,
+        token_rows=sequences,
+        slot_mappings=(slots,) * num_kv_groups,
+        block_tables=(np.arange(num_seqs * blocks_per_seq, dtype=np.int32).reshape(num_seqs, -1),) * num_kv_groups,
+        logits_indices=nothing,
+        logits_sequences=nothing.astype(np.intp),
+    )
+
+
+def _duration(run: Callable[[], None]) -> float:
+    """Of the second run: the first touches new memory."""
+    run()
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

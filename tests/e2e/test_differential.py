@@ -1,0 +1,164 @@
+"""The differential matrix: whatever the engine's settings, a request gets the same tokens, text, logprobs and usage.
+
+Settings are chosen to cover every pair of values; the slow run draws full settings at random. The first setting of a
+model (roomy, no cache, one request at a time) is the reference of the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedllm import LLM, SamplingParams
+from tests.tiny import save_tiny_model
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "pool": ("roomy", "starved"),
+    "enable_prefix_caching": (False, True),
+    "max_num_batched_tokens": (512, 1, 15, 16),
+    "arrangement": ("alone", "batch", "reversed"),
+    "is_warm": (False, True),
+    "num_threads": (1, 2),
+    "block_size": (16, 8, 64),
+}
+REFERENCE = {name: values[0] for name, values in AXES.items()}
+SHARED = "the quick brown fox jumps over the lazy dog. "
+PROMPTS = [
+    SHARED * 3,
+    SHARED * 3 + "one two three",
+    "a",
+    SHARED * 3 + "four five six seven eight nine ten",
+    "one two three four five six seven eight nine ten " * 4,
+    "zyx",
+    SHARED,
+    "the lazy dog",
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=40, logprobs=0),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=30),
+    SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=1),
+    SamplingParams(temperature=1.2, min_p=0.02, seed=3, min_tokens=10, max_tokens=36),
+    SamplingParams(temperature=0, max_tokens=30, stop=["e", "the"], presence_penalty=0.3),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=28, logit_bias={5: 2.0}, stop_token_ids=[7, 8]),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    cumulative_logprob: float | None
+    logprobs: bytes
+
+
+def pairwise_settings() -> list[dict[str, Any]]:
+    """Greedy pairwise cover of AXES: every two values of two axes meet in some setting."""
+    names = list(AXES)
+    uncovered = {((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(AXES[a], AXES[b])}
+    candidates = [dict(zip(names, values, strict=True)) for values in product(*AXES.values())]
+    chosen = []
+    while uncovered:
+        best = max(candidates, key=lambda c: sum(pair in uncovered for pair in combinations(c.items(), 2)))
+        uncovered.difference_update(combinations(best.items(), 2))
+        chosen.append(best)
+    return chosen
+
+
+def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int) -> LLM:
+    max_model_len = 256
+    fields = {k: setting[k] for k in ("enable_prefix_caching", "max_num_batched_tokens", "num_threads", "block_size")}
+    bytes_per_token = 3 * 2 * 2 * 32 * (4 if dtype == "float32" else 2)
+    starved_bytes = bytes_per_token * max_model_len  # one request of full length
+    return LLM(
+        str(folder),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=starved_bytes if setting["pool"] == "starved" else roomy_bytes,
+        **fields,
+    )
+
+
+def answers(llm: LLM, arrangement: str) -> list[Answer]:
+    order = list(range(len(PROMPTS)))
+    if arrangement == "alone":
+        outputs = [llm.generate([PROMPTS[i]], PARAMS[i], use_tqdm=False)[0] for i in order]
+    else:
+        if arrangement == "reversed":
+            order.reverse()
+        shuffled = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], use_tqdm=False)
+        outputs = [output for _, output in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])]
+    return [
+        Answer(
+            text=o.outputs[0].text,
+            token_ids=tuple(o.outputs[0].token_ids),
+            finish_reason=o.outputs[0].finish_reason,
+            stop_reason=o.outputs[0].stop_reason,
+            num_prompt_tokens=len(o.prompt_token_ids),
+            cumulative_logprob=o.outputs[0].cumulative_logprob,
+            logprobs=repr(o.outputs[0].logprobs).encode(),
+        )
+        for o in outputs
+    ]
+
+
+def run_setting(folder: Path, dtype: str, setting: dict[str, Any]) -> tuple[list[Answer], int]:
+    """The answers, and how often a request was preempted."""
+    with make_llm(folder, dtype, setting, roomy_bytes=64 << 20) as llm:
+        if setting["is_warm"]:
+            answers(llm, "batch")
+        found = answers(llm, setting["arrangement"])
+        return found, llm.stats.num_preemptions
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: save_tiny_model(root / kind, kind) for kind in ("llama", "qwen3", "gemma3", "dynamic")}
+
+
+def random_settings(seed: int, number: int) -> Iterator[dict[str, Any]]:
+    rng = random.Random(seed)
+    for _ in range(number):
+        yield {name: rng.choice(values) for name, values in AXES.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen3", "bfloat16"),
+        ("gemma3", "bfloat16"),
+        ("dynamic", "float32"),
+    ],
+)
+def test_settings_change_nothing(folders: dict[str, Path], kind: str, dtype: str) -> None:
+    reference, _ = run_setting(folders[kind], dtype, REFERENCE)
+    assert len({a.text for a in reference}) == len(reference)
+    num_preemptions = 0
+    for setting in pairwise_settings():
+        found, preempted = run_setting(folders[kind], dtype, setting)
+        assert found == reference, f"differs under {setting}"
+        num_preemptions += preempted
+    assert num_preemptions > 0, "the starved pool never preempted: this test proves less than it says"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "dynamic"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_settings_change_nothing(folders: dict[str, Path], kind: str, dtype: str) -> None:
+    reference, _ = run_setting(folders[kind], dtype, REFERENCE)
+    seed = random.randrange(2**32)
+    for setting in random_settings(seed, 38):
+        assert run_setting(folders[kind], dtype, setting)[0] == reference, f"seed {seed}: differs under {setting}"
