@@ -47,6 +47,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     call_id: int = 0
     prompt_index: int = 0
+    arrival: int = 0  # number in the order the scheduler received them
     priority: int = 0  # lower is served first (PRIORITY policy)
     rank: int = 0  # place in the offline plan
     rope_variant: int = 0  # which table of positions its keys are rotated by; fixed at admission
@@ -72,6 +73,17 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The output tokens that `text` is made of: all, but for the eos or stop token that ended it.
+
+        With include_stop_str_in_output that one too. A stop string ends the text somewhere else: the engine cuts it.
+        """
+        token_ids = self.output_token_ids
+        if isinstance(self.stop_reason, int) and not self.sampling_params.include_stop_str_in_output:
+            token_ids.pop()
+        return token_ids
 
     @property
     def is_finished(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pagedllm.errors import RequestError
@@ -28,8 +28,7 @@ class NewRequestData:
     adapter_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 us: one per running request and step
     request_id: str
     num_computed_tokens: int  # tokens whose K and V are in the cache before this step
     num_new_tokens: int  # computed in this step: positions num_computed_tokens ...
@@ -48,7 +47,9 @@ class ScheduledRequest:
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     scheduled: Sequence[ScheduledRequest]
-    released_request_ids: Sequence[str] = ()  # finished or preempted since the last step: their rows are free
+    # Finished or preempted since the last step: their rows are free, before new ones are taken, since an id may be both
+    # released and new in one plan. After a step that failed, ids may be among them that the runner never held.
+    released_request_ids: Sequence[str] = ()
     blocks_to_copy: Sequence[tuple[int, int]] = ()  # (from, to), before anything else; copy-on-write
     num_tokens: int = 0  # sum of num_new_tokens
 
@@ -59,5 +60,5 @@ class ModelRunnerOutput:
 
     sampled_token_ids: Sequence[tuple[int, ...]]  # () where the request's last token was not reached
     is_finite: Sequence[bool]  # False: the logits held NaN or infinity, nothing was sampled
-    logprobs: Sequence[TokenLogprobs | None] = ()  # empty when no request asked
+    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id; empty when no request asked
     errors: dict[str, RequestError] = field(default_factory=dict)  # by request_id: a user's callable raised, say

@@ -1,0 +1,144 @@
+"""EngineCore: requests in, ended requests out; a step is schedule, execute, update.
+
+Knows neither torch nor the tokenizer: both come as callables. Called by LLM, by one thread at a time.
+
+Either a call does all it should, or the engine is emptied. An exception out of a call that is not one request's error
+(a failing kernel, KeyboardInterrupt between two pointer writes) leaves a state that nobody should try to repair: the
+scheduler and the pool are made anew over the same KV tensors, in milliseconds, without the prefix cache. Requests under
+way end there: those that were complete keep their reason, the others get "abort" and what they had. `abort` hands them
+out with their texts. The new state is built aside and takes the old one's place in one assignment, and a torn state is
+recognized by the next call too, so a second interrupt, during the rebuild, does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pagedllm.engine.detokenizer import Detokenizer
+from pagedllm.engine.output_processor import OutputProcessor
+from pagedllm.engine.scheduler import Scheduler
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagedllm.engine.stats import EngineStats
+from pagedllm.request import Request, RequestStatus
+
+Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
+
+
+@dataclass(slots=True)
+class _State:
+    scheduler: Scheduler
+    outputs: OutputProcessor
+    torn_requests: dict[str, Request] = field(default_factory=dict)  # ended by the latest rebuild, not yet handed out
+    is_open: bool = False  # a call is changing it, or was interrupted while it did
+
+
+class EngineCore:
+    def __init__(self, scheduler: Scheduler, execute: Execute, detokenizer: Detokenizer) -> None:
+        self._execute = execute
+        self._detokenizer = detokenizer
+        self._state = _State(scheduler, OutputProcessor(detokenizer))
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For reading; replaced when the engine is emptied."""
+        self._empty_if_torn()
+        return self._state.scheduler
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._state.scheduler.stats
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request, to be changed by the engine until it ends. One that can never run ends in the next step.
+
+        Raises ValueError if a request of that id has not ended, or this one is not new.
+        """
+        scheduler = self.scheduler
+        if request.request_id in scheduler.requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use")
+        if request.status is not RequestStatus.WAITING or len(request.token_ids) != request.num_prompt_tokens:
+            raise ValueError(f"request {request.request_id!r} is not new: make a new Request for every run")
+        with self._all_or_nothing() as state:
+            state.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Computes once, and returns the requests that ended since the last step. Without requests: nothing."""
+        with self._all_or_nothing() as state:
+            scheduler, stats = state.scheduler, state.scheduler.stats
+            if not scheduler.has_unfinished_requests:
+                return []
+            plan = stats.timed("schedule", scheduler.schedule)
+            result = stats.timed("execute", self._execute, plan)
+            ended = stats.timed("update", scheduler.update, plan, result, state.outputs.append)
+            for request in ended:
+                state.outputs.close(request)
+            return ended
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends these requests with finish_reason "abort" and returns them, with the text they have so far.
+
+        Those that ended without having been returned are among them: also those ended by a call that raised. Ids that
+        the engine does not have are ignored.
+        """
+        with self._all_or_nothing() as state:
+            wanted = dict.fromkeys(request_ids)
+            for request_id in wanted:
+                request = state.scheduler.requests.get(request_id)
+                if request is not None:
+                    state.scheduler.abort(request)
+            torn = [request for request_id, request in state.torn_requests.items() if request_id in wanted]
+            ended = torn + state.scheduler.take_ended(wanted)
+            for request in ended:
+                state.outputs.close(request)
+                state.torn_requests.pop(request.request_id, None)
+            return ended
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to return."""
+        return self.scheduler.has_unfinished_requests
+
+    def reset_prefix_cache(self) -> None:
+        """No request will hit anything computed before."""
+        with self._all_or_nothing() as state:
+            state.scheduler.kv_cache.reset_prefix_cache()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[_State]:
+        self._empty_if_torn()
+        state = self._state
+        state.is_open = True
+        try:
+            yield state
+            state.is_open = False
+        except BaseException:
+            self._empty_if_torn()
+            raise
+
+    def _empty_if_torn(self) -> None:
+        if self._state.is_open:
+            self._state = self._emptied()
+
+    def _emptied(self) -> _State:
+        """An empty state whose `torn_requests` are those of the present one. Changes nothing but requests."""
+        torn = self._state.scheduler
+        requests = {request.request_id: request for request in (*torn.ended, *torn.requests.values())}
+        for request in requests.values():
+            if not request.is_finished:
+                _end_where_it_is(request)
+                torn.stats.count_end(request.finish_reason)
+        return _State(torn.emptied(), OutputProcessor(self._detokenizer), requests)
+
+
+def _end_where_it_is(request: Request) -> None:
+    """Makes a request whole whose step was torn anywhere: finish_reason is always set last, tokens after logprobs."""
+    if request.finish_reason is None:
+        request.stop_reason = request.text = None
+        request.finish_reason = "abort" if request.error is None else "error"
+    if request.sampling_params.logprobs is not None:
+        del request.logprobs[request.num_output_tokens :]
+        request.cumulative_logprob = 0.0
+        for entry in request.logprobs:
+            request.cumulative_logprob += float(entry.logprobs[0])
+    request.status = RequestStatus.FINISHED
