@@ -60,7 +60,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         args.parser.error("--compare openvino needs --openvino-python PATH and --openvino-model DIR")
     from pagedllm import LLM
     from pagedllm.bench.peers import open_openvino
-    from pagedllm.bench.throughput import OwnEngine, measure_throughput
+    from pagedllm.bench.throughput import MeasuredEngine, OwnEngine, measure_throughput
     from pagedllm.runtime.device import read_thread_limits
 
     num_threads = args.num_threads or read_thread_limits().num_threads
@@ -80,13 +80,12 @@ def run_throughput(args: argparse.Namespace) -> int:
                 kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             )
         )
-        own = OwnEngine(llm)
-        report = measure_throughput([own, *peers], args.workload, args.num_requests, own.vocab_size, args.repeat)
+        engines: list[MeasuredEngine] = [OwnEngine(llm), *peers]
+        report = measure_throughput(engines, args.workload, args.num_requests, llm.vocab_size, args.repeat)
     facts = {
         "model": args.model,
         "cpu": read_cpu_name(),
         "num_threads": num_threads,
-        "kv_waste": own.kv_waste,
         **report.to_dict(),
     }
     print(json.dumps(facts) if args.json else format_report(facts))
@@ -104,7 +103,8 @@ def format_report(facts: dict[str, Any]) -> str:
     for engine in facts["engines"]:
         ratio = "" if engine["ratio"] is None else f"{engine['ratio']:.2f} x"
         lines.append(f"{engine['engine']:<28}{engine['median']:>16,.1f}{ratio:>14}")
-    lines.append(f"KV waste of pagedllm: {facts['kv_waste']:.1%} of the allocated slots, summed over the steps")
+        if engine["kv_waste"] is not None:
+            lines.append(f"{'':<4}KV waste {engine['kv_waste']:.2%} of the allocated slots, summed over the steps")
     return "\n".join(lines)
 
 

@@ -24,8 +24,11 @@ WARM_UP_SEED = 1 << 32  # no repetition has it
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
+    """One call of an engine."""
+
     seconds: float
     num_output_tokens: int
+    kv_waste: float | None = None  # share of the allocated KV slots without a token, over all steps; None: not known
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,7 +45,7 @@ class MeasuredEngine(Protocol):
 
 
 class OwnEngine:
-    """pagedllm behind the protocol; also keeps count of the KV cache's slots over all steps of its runs."""
+    """pagedllm behind the protocol."""
 
     def __init__(self, llm: LLM) -> None:
         import pagedllm
@@ -58,12 +61,16 @@ class OwnEngine:
             SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.num_output_tokens, detokenize=False)
             for request in requests
         ]
+        before = self._llm.stats.copy()
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         token_ids = [output.outputs[0].token_ids for output in outputs]
         check_output_lengths(self.name, requests, token_ids)
-        return Measurement(seconds, sum(map(len, token_ids)))
+        after = self._llm.stats
+        num_wasted_slots = after.sum_wasted_slots - before.sum_wasted_slots
+        num_allocated_slots = after.sum_allocated_slots - before.sum_allocated_slots
+        return Measurement(seconds, sum(map(len, token_ids)), num_wasted_slots / num_allocated_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class EngineResult:
     tokens_per_second: list[float]  # one per repetition
     median: float
     ratio: float | None  # median over the repetitions of (first engine / this one); None for the first itself
+    kv_waste: float | None  # mean over the repetitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +111,11 @@ def measure_throughput(
     warm_up = make_workload(workload, min(num_requests, WARM_UP_REQUESTS), vocab_size, WARM_UP_SEED)
     for engine in engines:
         engine.run(warm_up)
-    speeds: list[list[float]] = [[] for _ in engines]
+    measurements: list[list[Measurement]] = [[] for _ in engines]
     for seed in range(repeat):
         requests = make_workload(workload, num_requests, vocab_size, seed)
-        for engine, of_engine in zip(engines, speeds, strict=True):
-            of_engine.append(engine.run(requests).tokens_per_second)
+        for engine, of_engine in zip(engines, measurements, strict=True):
+            of_engine.append(engine.run(requests))
     first = make_workload(workload, num_requests, vocab_size, seed=0)
     return ThroughputReport(
         workload=workload,
@@ -115,16 +123,16 @@ def measure_throughput(
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in first),
         num_output_tokens=sum(request.num_output_tokens for request in first),
         engines=[
-            EngineResult(
-                engine=engine.name,
-                tokens_per_second=of_engine,
-                median=statistics.median(of_engine),
-                ratio=None if engine is engines[0] else _median_ratio(speeds[0], of_engine),
-            )
-            for engine, of_engine in zip(engines, speeds, strict=True)
+            _summarize(engine.name, of_engine, None if engine is engines[0] else measurements[0])
+            for engine, of_engine in zip(engines, measurements, strict=True)
         ],
     )
 
 
-def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def _summarize(name: str, measurements: Sequence[Measurement], of_first: Sequence[Measurement] | None) -> EngineResult:
+    speeds = [measurement.tokens_per_second for measurement in measurements]
+    ratio = None
+    if of_first is not None:
+        ratio = statistics.median(ours.tokens_per_second / speed for ours, speed in zip(of_first, speeds, strict=True))
+    wastes = [measurement.kv_waste for measurement in measurements if measurement.kv_waste is not None]
+    return EngineResult(name, speeds, statistics.median(speeds), ratio, statistics.mean(wastes) if wastes else None)

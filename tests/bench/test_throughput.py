@@ -50,6 +50,20 @@ def test_speeds_are_medians_and_the_ratio_is_the_median_of_each_repetitions_rati
     assert (theirs.engine, theirs.median, theirs.ratio) == ("theirs", 256.0, 2.0)
 
 
+def test_kv_waste_is_the_mean_of_the_measured_calls_without_the_warm_up() -> None:
+    class Engine:
+        name = "ours"
+
+        def __init__(self) -> None:
+            self.wastes = [0.9, 0.1, 0.3]
+
+        def run(self, requests: Sequence[WorkloadRequest]) -> Measurement:
+            return Measurement(1.0, 1, self.wastes.pop(0))
+
+    (result,) = measure_throughput([Engine()], "decode", 8, 100, repeat=2).engines
+    assert result.kv_waste == pytest.approx(0.2)
+
+
 def test_a_peer_is_measured_by_its_own_clock() -> None:
     with Peer([sys.executable, FAKE_PEER]) as peer:
         assert peer.name == "Fake 1.0"
