@@ -1,15 +1,35 @@
 """EngineConfig: what the user asked for, checked and frozen. `runtime.resolve` turns it into numbers.
 
-Fields, names and defaults are those of `LLM(...)`.
+Fields, names and defaults are those of `LLM(...)`. What can be checked without a model or torch is checked here, each
+error naming field and value; a known value that this version does not have is a NotSupportedError.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from pagedllm.errors import NotSupportedError
+from pagedllm.sampling_params import is_int, is_real
 
 SchedulingPolicy = Literal["fcfs", "priority", "offline"]
 MAX_LOGPROBS_DEFAULT = 20
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 128
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "scheduling_policy": ("fcfs", "priority"),
+    "generation_config": ("auto", "none"),
+    "load_format": ("auto", "safetensors", "gguf"),
+    "model_impl": ("auto",),
+    "logprobs_mode": ("raw_logprobs",),
+}
+# Values that belong to a field but are not here yet, with the way out.
+LATER: dict[str, dict[str, str]] = {
+    "scheduling_policy": {"offline": "pass 'fcfs'"},
+    "model_impl": {"transformers": "leave it 'auto'", "pagedllm": "leave it 'auto'"},
+    "logprobs_mode": {"processed_logprobs": "leave it 'raw_logprobs'"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +59,65 @@ class EngineConfig:
     model_impl: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS_DEFAULT
+
+    def __post_init__(self) -> None:
+        self._verify_strings()
+        self._verify_numbers()
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "a bool", getattr(self, name))
+        if self.deterministic not in (None, True):
+            if self.deterministic is not False:
+                raise _wrong("deterministic", "None or a bool", self.deterministic)
+            raise ValueError("deterministic=False is refused on a CPU, where equal tokens cost nothing: leave it None")
+        if self.revision is not None:
+            raise NotSupportedError(f"revision={self.revision!r} is not supported yet: pass a local folder as model")
+
+    def _verify_strings(self) -> None:
+        for name in ("model", "tokenizer", "gguf_file"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif not (isinstance(value, str) and value) and not (value is None and name != "model"):
+                raise _wrong(name, "a path", value)
+        for name in ("device", "kernels"):
+            if not isinstance(getattr(self, name), str):
+                raise _wrong(name, "a str", getattr(self, name))
+        if not isinstance(self.chat_template, (str, type(None))):
+            raise _wrong("chat_template", "None or a template's text", self.chat_template)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value in LATER.get(name, {}):
+                raise NotSupportedError(f"{name}={value!r} is not supported yet: {LATER[name][value]}")
+            if value not in choices:
+                raise _wrong(name, "one of " + ", ".join(map(repr, choices)), value)
+
+    def _verify_numbers(self) -> None:
+        for name in (
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 1):
+                raise _wrong(name, "None or an int >= 1", value)
+        size = self.block_size
+        if not is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+            raise _wrong("block_size", f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}", size)
+        share = self.gpu_memory_utilization
+        if not is_real(share) or not 0 < share <= 1:
+            raise _wrong("gpu_memory_utilization", "in (0, 1]", share)
+        if not is_int(self.seed):
+            raise _wrong("seed", "an int", self.seed)
+        if not is_int(self.max_logprobs) or self.max_logprobs < 0:
+            raise _wrong("max_logprobs", "an int >= 0", self.max_logprobs)
+
+
+def field_names() -> tuple[str, ...]:
+    return tuple(f.name for f in fields(EngineConfig))
+
+
+def _wrong(name: str, wanted: str, value: object) -> ValueError:
+    return ValueError(f"{name} must be {wanted}, got {value!r}")

@@ -1,0 +1,7 @@
+"""`python -m pagedllm` is the command line."""
+
+import sys
+
+from pagedllm.cli import main
+
+sys.exit(main())

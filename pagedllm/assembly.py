@@ -1,0 +1,90 @@
+"""assemble: an EngineConfig -> everything an LLM holds, wired together.
+
+Checkpoint -> runtime (torch side) -> scheduler and EngineCore (host side), and the RequestBuilder that knows their
+sizes. The only place where the two sides meet; torch is imported here, when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagedllm.config import EngineConfig
+from pagedllm.engine.core import EngineCore
+from pagedllm.generation_defaults import GenerationDefaults, eos_token_ids
+from pagedllm.notices import Notices
+from pagedllm.request_builder import RequestBuilder
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Assembly:
+    engine: EngineCore
+    runtime: Closeable  # owns the weights and the KV cache
+    builder: RequestBuilder
+    defaults: GenerationDefaults
+    notices: Notices
+    seed: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+
+
+def assemble(config: EngineConfig) -> Assembly:
+    """Loads the model. Raises ValueError, NotSupportedError, ModelError or LibraryError, by name."""
+    from pagedllm.cache.kv_cache_manager import KVCacheManager
+    from pagedllm.engine.policy import make_policy
+    from pagedllm.engine.scheduler import Scheduler
+    from pagedllm.model.loader import open_checkpoint
+    from pagedllm.runtime.resolve import resolve_dtype
+    from pagedllm.runtime.startup import start
+    from pagedllm.tokenizer import Tokenizer
+
+    notices = Notices()
+    checkpoint = open_checkpoint(config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype))
+    tokenizer = Tokenizer.from_folder(config.tokenizer or checkpoint.path)
+    runtime = start(config, checkpoint)
+    model, max_model_len = runtime.model_config, runtime.pool.max_model_len
+    generation_config = checkpoint.generation_config if config.generation_config == "auto" else {}
+    eos_ids = eos_token_ids(
+        list(model.eos_token_ids), generation_config.get("eos_token_id"), list(tokenizer.eos_token_ids)
+    )
+    if not eos_ids:
+        notices.tell(f"{config.model} names no eos token: outputs end by max_tokens or stop only")
+    kv_cache = KVCacheManager(
+        runtime.pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    scheduler = Scheduler(
+        kv_cache,
+        max_num_seqs=runtime.max_num_seqs,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=make_policy(config.scheduling_policy),
+    )
+    builder = RequestBuilder(
+        tokenizer,
+        vocab_size=model.vocab_size,
+        max_position=model.max_position,
+        max_model_len=max_model_len,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=eos_ids,
+        rope_variant=runtime.rope_variant,
+        chat_template=config.chat_template,
+        notices=notices,
+    )
+    return Assembly(
+        engine=EngineCore(scheduler, runtime.runner.execute, tokenizer.detokenizer),
+        runtime=runtime,
+        builder=builder,
+        defaults=GenerationDefaults.from_config(generation_config),
+        notices=notices,
+        seed=config.seed,
+        max_num_seqs=runtime.max_num_seqs,
+        num_blocks=runtime.pool.num_blocks,
+        block_size=config.block_size,
+        bytes_per_block=runtime.pool.bytes_per_block,
+    )

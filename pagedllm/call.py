@@ -1,0 +1,172 @@
+"""Call: one call of generate or chat, from encoded prompts to RequestOutputs.
+
+Construction checks every prompt with its params and builds the requests; `run` drives the engine; `outputs` may be
+asked for at any time, also after an interrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pagedllm.assembly import Assembly
+from pagedllm.driver import drive
+from pagedllm.errors import BatchError, RequestError
+from pagedllm.outputs import RequestOutput, RequestOutputs
+from pagedllm.progress import Bar, is_watched
+from pagedllm.request import Request
+from pagedllm.request_builder import EncodedPrompt, stream_key
+from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+
+NUM_LISTED = 5  # bad indices that an error lists
+
+
+class Call:
+    def __init__(
+        self,
+        assembly: Assembly,
+        name: str,
+        prompts: Sequence[EncodedPrompt],
+        params: Sequence[SamplingParams],
+        *,
+        call_number: int,
+        first_request_number: int,
+        priorities: Sequence[int],
+    ) -> None:
+        """name: "prompts" or "messages", for errors; params and priorities: one per prompt."""
+        self._assembly = assembly
+        self._name = name
+        self._prompts = prompts
+        self._first_request_number = first_request_number
+        self._requests: dict[int, Request] = {}  # by index
+        self._errors: dict[int, RequestError] = {}
+        copies: dict[int, SamplingParams] = {}  # by id: one engine's own copy of each object the caller passed
+        seed = assembly.seed
+        for index, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                if id(given) not in copies:
+                    assembly.builder.check_params(given)
+                    copies[id(given)] = given.clone()
+            except RequestError as error:
+                self._errors[index] = _placed(error, f"sampling_params[{index}]", index)
+                continue
+            try:
+                assembly.builder.check_prompt(prompt, given)
+            except RequestError as error:
+                self._errors[index] = _placed(error, f"{name}[{index}]", index)
+                continue
+            self._requests[index] = assembly.builder.build(
+                self._request_id(index),
+                index,
+                prompt,
+                copies[id(given)],
+                stream_key(seed, call_number, index),
+                priorities[index],
+            )
+
+    def raise_if_refused(self) -> None:
+        """RequestError for the first prompt that cannot be run; its text lists the first five indices."""
+        if not self._errors:
+            return
+        indices = sorted(self._errors)
+        first = self._errors[indices[0]]
+        text = first.message
+        if len(indices) > 1:
+            listed = ", ".join(map(str, indices[:NUM_LISTED])) + (", ..." if len(indices) > NUM_LISTED else "")
+            text += f" ({len(indices):,} of {len(self._prompts):,} {self._name} are refused: {listed})"
+        raise RequestError(first.code, text, index=first.index, field=first.field)
+
+    def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
+        """Runs all requests to their end. KeyboardInterrupt is raised again, with `.outputs` and how to reach them."""
+        waiting: list[Request] | None = list(self._requests.values())
+
+        def source(num_in_flight: int) -> list[Request] | None:
+            nonlocal waiting
+            added, waiting = waiting, None
+            return added
+
+        bar = Bar(
+            len(self._requests),
+            "Processed prompts",
+            is_shown=bool(use_tqdm) and is_watched(),
+            make=use_tqdm if callable(use_tqdm) else None,
+        )
+        num_input_tokens = num_output_tokens = num_cut = 0
+        try:
+            with contextlib.closing(drive(self._assembly.engine, source)) as steps:
+                for ended in steps:
+                    for request in ended:
+                        num_input_tokens += request.num_prompt_tokens
+                        num_output_tokens += request.num_output_tokens
+                        num_cut += request.finish_reason == "length"
+                        bar.show(num_input_tokens, num_output_tokens, num_cut)
+        except KeyboardInterrupt as interrupt:
+            outputs = self.outputs()
+            num_finished = sum(output.finished for output in outputs)
+            interrupt.outputs = outputs  # type: ignore[attr-defined]
+            interrupt.args = (
+                f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
+                "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
+            )
+            raise
+        finally:
+            bar.close()
+
+    def outputs(self) -> RequestOutputs:
+        """One output per prompt, in input order, of what there is now."""
+        token_text = self._assembly.builder.token_text
+        outputs = RequestOutputs()
+        for index, prompt in enumerate(self._prompts):
+            request = self._requests.get(index)
+            if request is None:
+                error = self._errors[index]
+                outputs.append(
+                    RequestOutput.of_refused(
+                        self._request_id(index), index, error, prompt.text, prompt.token_ids, prompt.metadata
+                    )
+                )
+            else:
+                outputs.append(RequestOutput.of_request(request, prompt.text, prompt.metadata, token_text))
+        return outputs
+
+    def raise_if_failed(self, outputs: RequestOutputs) -> None:
+        """BatchError with all outputs if a request failed while running."""
+        failed = [index for index, request in self._requests.items() if request.error is not None]
+        if failed:
+            first = outputs[failed[0]].error
+            text = f"{len(failed):,} of {len(outputs):,} requests failed while running, the first: "
+            raise BatchError(f"{text}{self._name}[{failed[0]}]: {first}; the others are in .outputs", outputs)
+
+    def tell_of_cuts(self) -> None:
+        """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""
+        by_params: Counter[int] = Counter()
+        num_by_room = 0
+        for request in self._requests.values():
+            params = request.sampling_params
+            if request.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
+                if request.num_output_tokens == params.max_tokens:
+                    by_params[params.max_tokens] += 1
+                else:
+                    num_by_room += 1
+        total, notices = f"{len(self._prompts):,}", self._assembly.notices
+        if by_params:
+            limits = sorted(by_params)
+            where = f"max_tokens={limits[0]}" if len(limits) == 1 else f"max_tokens={limits[0]} to {limits[-1]}"
+            default = " (the default)" if limits == [DEFAULT_MAX_TOKENS] else ""
+            num_cut = f"{by_params.total():,}"
+            notices.tell(f"{num_cut} of {total} outputs were cut at {where}{default}: pass max_tokens=... or None")
+        if num_by_room:
+            limit = self._assembly.builder.max_model_len
+            notices.tell(f"{num_by_room:,} of {total} outputs were cut at max_model_len={limit:,}")
+
+    def _request_id(self, index: int) -> str:
+        return str(self._first_request_number + index)
+
+
+def _placed(error: RequestError, place: str, index: int) -> RequestError:
+    """The error with its place in the list, unless it knows it already."""
+    if error.index is not None:
+        return error
+    return RequestError(error.code, f"{place}: {error.message}", index=index, field=error.field)

@@ -1,0 +1,34 @@
+"""drive: keeps an engine busy until a source of requests runs dry; what is left when it stops early is aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from pagedllm.engine.core import EngineCore
+from pagedllm.request import Request
+
+Source = Callable[[int], Sequence[Request] | None]  # number in flight -> requests to add now; None: no more will come
+
+
+def drive(engine: EngineCore, source: Source) -> Generator[list[Request], None, None]:
+    """Yields after each step the requests that ended in it, perhaps none.
+
+    Closing the iterator, or any exception (KeyboardInterrupt too), aborts the requests in flight: their objects then
+    hold what they had, with finish_reason "abort", and the engine is free for the next call.
+    """
+    in_flight: dict[str, Request] = {}
+    has_more = True
+    try:
+        while has_more or in_flight:
+            added = source(len(in_flight)) if has_more else None
+            has_more = added is not None
+            for request in added or ():
+                in_flight[request.request_id] = request
+                engine.add_request(request)
+            ended = engine.step() if in_flight else []
+            for request in ended:
+                del in_flight[request.request_id]
+            yield ended
+    finally:
+        if in_flight:
+            engine.abort(list(in_flight))

@@ -1,0 +1,149 @@
+"""Plain rows: one JSON object a line in, the same object with the result's columns out.
+
+A row's `prompt` or `messages` and its `sampling_params` are read; every other field is data and comes back byte for
+byte, since a result line is the input line with columns added before its last brace. A line that cannot be read
+becomes a row with the columns alone, so no line is ever lost. Blank lines are no rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
+
+from pagedllm.errors import RequestError
+from pagedllm.outputs import RESULT_COLUMNS
+from pagedllm.prompts import Prompt, brief, check_conversation
+
+MAX_LINE_BYTES = 16 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # JSON allows them raw, str.splitlines breaks
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """index: 0-based among the rows of the whole input; raw: the object's text, None where the line is unreadable."""
+
+    index: int
+    prompt: Prompt
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    raw: str | None = None
+    clash: str | None = None  # a field that has the name of a result column
+
+
+class LineError(ValueError):
+    """A line is no row; the text says why."""
+
+
+def read_rows(stream: BinaryIO) -> Iterator[Row]:
+    for index, line in enumerate(read_lines(stream)):
+        yield parse_row(line, index)
+
+
+def count_rows(path: str) -> int:
+    with open(path, "rb") as stream:
+        return sum(1 for _ in read_lines(stream))
+
+
+def read_lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Lines that are not blank, without their ends; None for one of more than MAX_LINE_BYTES."""
+    is_first = True
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if is_first:
+            line, is_first = line.removeprefix(BYTE_ORDER_MARK), False
+        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE_BYTES)
+            yield None
+        elif line := line.strip():
+            yield line
+
+
+def parse_row(line: bytes | None, index: int) -> Row:
+    """The row of a line; what is wrong with it is its prompt's error."""
+    raw: str | None = None
+    try:
+        if line is None:
+            raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
+        values = _parse_object(line)
+        clash = next((name for name in RESULT_COLUMNS if name in values), None)
+        if clash is not None:
+            text = f"the field {clash!r} has the name of a result column: rename it"
+            return Row(index, Prompt(error=RequestError("invalid_json_line", text)), clash=clash)
+        raw = line.decode()
+        return Row(index, _parse_prompt(values), _parse_params(values), raw)
+    except LineError as error:
+        return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
+    except RequestError as error:
+        return Row(index, Prompt(error=error), raw=raw)
+
+
+def result_line(row: Row, columns: Mapping[str, Any]) -> bytes:
+    """One line with its newline: the input's fields as they were, then the columns."""
+    added = json.dumps(columns, ensure_ascii=False)
+    if row.raw is not None:
+        head = row.raw[:-1].rstrip()
+        added = f"{head}{'' if head == '{' else ', '}{added[1:]}"
+    return (added.translate(LINE_BREAKS) + "\n").encode()
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(
+            line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except LineError:
+        raise
+    except UnicodeDecodeError as error:
+        raise LineError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise LineError("nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError; also an int of thousands of digits
+        raise LineError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise LineError(f"a row must be a JSON object, got {brief(value)}")
+    return value
+
+
+def _parse_prompt(values: Mapping[str, Any]) -> Prompt:
+    prompt, messages = values.get("prompt"), values.get("messages")
+    if prompt is not None and messages is not None:
+        raise RequestError("invalid_parameter", "the row has both 'prompt' and 'messages'", field="prompt")
+    if messages is not None:
+        return Prompt(messages=check_conversation(messages, "messages"))
+    if prompt is None:
+        raise RequestError("invalid_parameter", "the row has neither 'prompt' nor 'messages'", field="prompt")
+    if not isinstance(prompt, str):
+        raise RequestError("invalid_parameter", f"prompt must be a string, got {brief(prompt)}", field="prompt")
+    return Prompt(text=prompt)
+
+
+def _parse_params(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    params = values.get("sampling_params")
+    if params is None:
+        return {}
+    if not isinstance(params, dict):
+        text = f"sampling_params must be an object, got {brief(params)}"
+        raise RequestError("invalid_parameter", text, field="sampling_params")
+    return params
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise LineError(f"the field {brief(repeated)} stands twice in one object")
+    return values
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise LineError(f"{text} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise LineError(f"the number {text[:40]} is beyond the floats")
+    return value

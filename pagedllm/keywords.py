@@ -1,0 +1,80 @@
+"""Names of parameters: what a wrong one is told.
+
+A keyword that exists nowhere is a TypeError that names the nearest one; a name that another library uses for one of
+ours says which. Used for LLM, SamplingParams and the `sampling_params` of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# What people type who come from transformers, from an OpenAI client or from an older vLLM.
+RENAMED_SAMPLING_PARAMS = {
+    "max_new_tokens": "use max_tokens",
+    "max_completion_tokens": "use max_tokens",
+    "max_length": "use max_tokens, which counts new tokens only",
+    "min_new_tokens": "use min_tokens",
+    "min_length": "use min_tokens, which counts new tokens only",
+    "num_return_sequences": "use n",
+    "best_of": "use n",
+    "do_sample": "use temperature=0 for greedy decoding",
+    "greedy": "use temperature=0",
+    "stop_sequences": "use stop",
+    "stop_strings": "use stop",
+    "eos_token_id": "use stop_token_ids",
+    "top_logprobs": "use logprobs",
+    "early_stopping": "beam search is not a sampling parameter",
+    "length_penalty": "beam search is not a sampling parameter",
+    "num_beams": "beam search is not a sampling parameter",
+    "use_beam_search": "beam search is not a sampling parameter",
+    "guided_decoding": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "response_format": "use structured_outputs",
+}
+RENAMED_LLM_KEYWORDS = {
+    "torch_dtype": "use dtype",
+    "max_seq_len": "use max_model_len",
+    "max_length": "use max_model_len",
+    "n_ctx": "use max_model_len",
+    "n_threads": "use num_threads",
+    "max_num_tokens": "use max_num_batched_tokens",
+    "device_map": "use device",
+}
+
+
+def unknown_name(owner: str, name: str, accepted: Collection[str], renamed: Mapping[str, str]) -> str:
+    """The sentence for a name that `owner` does not have."""
+    text = f"{owner} has no parameter {name!r}"
+    if name in renamed:
+        return f"{text}: {renamed[name]}"
+    import difflib  # 5 ms, needed for mistakes only
+
+    nearest = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
+    return f"{text}: did you mean {nearest[0]!r}?" if nearest else f"{text}; it has {', '.join(accepted)}"
+
+
+def checks_keywords(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Class decorator: an unknown keyword raises TypeError by `unknown_name`; the constructor's signature stays."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
+        code = init.__code__
+        accepted = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+        @functools.wraps(init)
+        def checked(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in accepted:
+                    raise TypeError(unknown_name(cls.__name__, name, accepted, renamed))
+            init(self, *args, **kwargs)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate

@@ -1,0 +1,290 @@
+"""LLM: the door to the engine. Prompts in, RequestOutputs out; everything is checked before the first step.
+
+One call at a time; any number of LLMs in a process. Knows prompts, defaults, errors and notices; the work is done by
+EngineCore, which `assemble` builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from pagedllm.assembly import Assembly, assemble
+from pagedllm.call import Call
+from pagedllm.call_lock import CallLock
+from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
+from pagedllm.keywords import RENAMED_LLM_KEYWORDS, checks_keywords
+from pagedllm.outputs import RequestOutputs
+from pagedllm.prompts import Prompt, parse_conversations, parse_prompts
+from pagedllm.request_builder import ChatOptions
+from pagedllm.sampling_params import SamplingParams, is_int
+
+if TYPE_CHECKING:
+    import os
+
+    from pagedllm.engine.stats import EngineStats
+    from pagedllm.jobs.files import IfExists
+    from pagedllm.jobs.runner import Job, JobReport
+
+OnError = Literal["raise", "return"]
+
+
+@checks_keywords(RENAMED_LLM_KEYWORDS)
+class LLM:
+    """A model, ready to generate. `close()` or `with` gives its memory back.
+
+    model: a folder (config.json, safetensors, tokenizer) or a GGUF file.
+    tokenizer: another folder for the tokenizer. chat_template: a template's text instead of the model's own.
+    dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference".
+    max_model_len: longest prompt + output; default: the model's, lowered to what the KV cache holds.
+    gpu_memory_utilization: share of the free memory the KV cache may take; kv_cache_memory_bytes: its size instead.
+    max_num_seqs, max_num_batched_tokens: requests and new tokens per step.
+    num_threads: default: all that this process may use.
+    seed: of all requests that have none of their own. generation_config: "auto", or "none" to ignore the model's file.
+
+    Raises ValueError, TypeError or NotSupportedError for what was asked, ModelError for the model's files, LibraryError
+    for the compiled kernels.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        dtype: Any = "auto",
+        device: str = "auto",
+        kernels: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_bytes: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        scheduling_policy: SchedulingPolicy = "fcfs",
+        deterministic: bool | None = None,
+        num_threads: int | None = None,
+        seed: int = 0,
+        generation_config: str = "auto",
+        chat_template: str | None = None,
+        revision: str | None = None,
+        load_format: str = "auto",
+        gguf_file: str | os.PathLike[str] | None = None,
+        model_impl: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
+        max_logprobs: int = MAX_LOGPROBS_DEFAULT,
+    ) -> None:
+        self.config = EngineConfig(
+            model=model,  # type: ignore[arg-type]
+            tokenizer=tokenizer,  # type: ignore[arg-type]
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            scheduling_policy=scheduling_policy,
+            deterministic=deterministic,
+            num_threads=num_threads,
+            seed=seed,
+            generation_config=generation_config,
+            chat_template=chat_template,
+            revision=revision,
+            load_format=load_format,
+            gguf_file=gguf_file,  # type: ignore[arg-type]
+            model_impl=model_impl,
+            logprobs_mode=logprobs_mode,
+            max_logprobs=max_logprobs,
+        )
+        self._lock = CallLock()
+        self._num_calls = 0
+        self._num_requests = 0
+        self._assembly: Assembly | None = assemble(self.config)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> RequestOutputs:
+        """One RequestOutput per prompt, in input order.
+
+        prompts: a str, a list of token ids, a dict {"prompt" | "prompt_token_ids" | "messages", "metadata"}, or any
+            iterable of them.
+        sampling_params: one for all, one per prompt, or None for the model's own defaults.
+        use_tqdm: a progress bar on stderr; a callable makes it instead of `tqdm.tqdm`.
+        priority: one int per prompt, lower is served first; needs scheduling_policy="priority".
+        on_error: "raise": a RequestError before any work if a prompt cannot be run, a BatchError with `.outputs` at
+            the end if one failed while running; "return": such prompts have an output with `.error`.
+
+        KeyboardInterrupt is raised again within a step, with `.outputs`: finished ones whole, others partial.
+        """
+        with self._lock:
+            return self._call(
+                parse_prompts(prompts), "prompts", sampling_params, ChatOptions(), priority, use_tqdm, on_error
+            )
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> RequestOutputs:
+        """Answers one conversation (a list of {"role", "content"}) or a list of them, through the chat template.
+
+        continue_final_message: the answer goes on where the last message ends; needs add_generation_prompt=False.
+        The rest is as in `generate`; a template that refuses a conversation is a RequestError("template_error").
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+        chat = ChatOptions(
+            chat_template, add_generation_prompt, continue_final_message, tools, dict(chat_template_kwargs or {})
+        )
+        with self._lock:
+            prompts = parse_conversations(messages)
+            return self._call(prompts, "messages", sampling_params, chat, None, use_tqdm, on_error)
+
+    def run_file(
+        self,
+        input: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        sampling_params: Mapping[str, Any] | None = None,
+        if_exists: IfExists | None = None,
+    ) -> JobReport:
+        """Runs a file of rows into a file of results, one JSON object a line, in input order.
+
+        A row has `prompt` or `messages`, perhaps `sampling_params`, and any other fields, which come back with the
+        result's columns. The row's own sampling_params come first, then those given here (a dict of fields), then the
+        model's generation_config.json, then the neutral defaults. if_exists="overwrite" replaces an existing output.
+
+        Raises as `pagedllm.jobs.runner.open_job` and `Job.run`; a bad row has its reason in its `error` column.
+        """
+        from pagedllm.jobs.runner import open_job
+
+        with open_job(input, output, sampling_params=sampling_params, if_exists=if_exists) as job:
+            return self.run_job(job)
+
+    def run_job(self, job: Job, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
+        """Runs a job that `pagedllm.jobs.runner.open_job` made before this model was loaded."""
+        with self._lock:
+            return job.run(self._open(), self.config.seed, on_progress)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the engine since it was made."""
+        return self._open().engine.stats
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it."""
+        return self._open().builder.vocab_size
+
+    def close(self) -> None:
+        """Gives weights and KV cache back at once. May be called again; the outputs of earlier calls stay whole."""
+        with self._lock:
+            if self._assembly is not None:
+                self._assembly.runtime.close()
+                self._assembly = None
+
+    def __enter__(self) -> LLM:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Assembly:
+        if self._assembly is None:
+            raise RuntimeError("this LLM is closed: make a new one")
+        return self._assembly
+
+    def _call(
+        self,
+        prompts: Sequence[Prompt],
+        name: str,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        chat: ChatOptions,
+        priority: Sequence[int] | None,
+        use_tqdm: bool | Callable[..., Any],
+        on_error: OnError,
+    ) -> RequestOutputs:
+        assembly = self._open()
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        params = self._params(assembly, sampling_params, len(prompts))
+        priorities = self._priorities(priority, len(prompts))
+        encoded = assembly.builder.encode(prompts, chat)
+        call = Call(
+            assembly,
+            name,
+            encoded,
+            params,
+            call_number=self._num_calls,
+            first_request_number=self._num_requests,
+            priorities=priorities,
+        )
+        if on_error == "raise":
+            call.raise_if_refused()
+        self._num_calls += 1
+        self._num_requests += len(prompts)
+        call.run(use_tqdm)
+        call.tell_of_cuts()
+        outputs = call.outputs()
+        if on_error == "raise":
+            call.raise_if_failed(outputs)
+        return outputs
+
+    def _params(
+        self, assembly: Assembly, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        """One per prompt. A single one that is wrong is the call's error; one of a list is its prompt's."""
+        defaults = assembly.defaults
+        if given is None:
+            assembly.notices.tell(defaults.describe(is_given=False))
+            given = defaults.params()
+        elif defaults.values:
+            assembly.notices.tell(defaults.describe(is_given=True))
+        if isinstance(given, SamplingParams):
+            assembly.builder.check_params(given)
+            return [given] * num_prompts
+        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+            raise TypeError(f"sampling_params must be a SamplingParams or a list of them, got {type(given).__name__}")
+        params = list(given)
+        for index, item in enumerate(params):
+            if not isinstance(item, SamplingParams):
+                raise TypeError(f"sampling_params[{index}] must be a SamplingParams, got {type(item).__name__}")
+        if len(params) != num_prompts:
+            raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts: pass one, or one per prompt")
+        return params
+
+    def _priorities(self, priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+        if priority is None:
+            return [0] * num_prompts
+        if self.config.scheduling_policy != "priority":
+            raise ValueError("priority needs LLM(..., scheduling_policy='priority')")
+        if len(priority) != num_prompts:
+            raise ValueError(f"{len(priority)} priorities for {num_prompts} prompts: pass one per prompt")
+        for index, item in enumerate(priority):
+            if not is_int(item):
+                raise ValueError(f"priority[{index}] must be an int, got {item!r}")
+        return priority

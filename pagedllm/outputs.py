@@ -1,0 +1,194 @@
+"""What a call gives back: plain data that pickles and holds no engine, no tokenizer and no tensor.
+
+RequestOutputs is the list of a call, in input order; RequestOutput one prompt's answer; CompletionOutput one text.
+`result_columns` is the row that a request becomes in a result file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pagedllm.errors import RequestError
+    from pagedllm.request import Request, TokenLogprobs
+
+RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int  # 1 = the most likely token
+    decoded_token: str
+
+
+class LogprobDicts(Sequence[dict[int, Logprob]]):
+    """One dict per output token, as in vLLM: {token id: Logprob}, the sampled token first. Built on access."""
+
+    def __init__(self, positions: Sequence[TokenLogprobs], token_texts: Mapping[int, str]) -> None:
+        self._positions = tuple(positions)
+        self._token_texts = token_texts
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        if isinstance(index, slice):
+            return [self._build(position) for position in self._positions[index]]
+        return self._build(self._positions[index])
+
+    def _build(self, position: TokenLogprobs) -> dict[int, Logprob]:
+        ids, values = position.token_ids.tolist(), position.logprobs.tolist()
+        entries = {ids[0]: Logprob(values[0], position.sampled_rank, self._token_texts[ids[0]])}
+        for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
+            if token_id not in entries:
+                entries[token_id] = Logprob(value, rank, self._token_texts[token_id])
+        return entries
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<logprobs of {len(self)} tokens>"
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated text. `token_ids` holds the token that ended it, `text` ends before a stop string."""
+
+    index: int
+    text: str | None  # None where sampling_params.detokenize was False
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: LogprobDicts | None = field(default=None, repr=False)
+    token_logprobs: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: str | int | None = None  # the stop string, or the id of the eos or stop token
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What a request cost. Depends on the batch, the texts do not."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt's answer. A failed one has `outputs == []`, `text is None` and `error`."""
+
+    request_id: str
+    index: int  # place of the prompt in the call
+    prompt: str | None  # the final text, after the chat template; None where ids were given
+    prompt_token_ids: list[int] = field(repr=False)
+    outputs: list[CompletionOutput]
+    error: RequestError | None = None
+    metadata: Any = None
+    prompt_logprobs: None = field(default=None, repr=False)
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, repr=False)
+    finished: bool = True  # False: an interrupt came first, the text is what there was
+
+    @property
+    def text(self) -> str | None:
+        return self.outputs[0].text if self.outputs else None
+
+    @classmethod
+    def of_refused(
+        cls, request_id: str, index: int, error: RequestError, prompt: str | None, token_ids: list[int], metadata: Any
+    ) -> RequestOutput:
+        """A prompt that was refused before any work; token_ids may be empty."""
+        return cls(request_id, index, prompt, token_ids, [], error=error, metadata=metadata)
+
+    @classmethod
+    def of_request(
+        cls, request: Request, prompt: str | None, metadata: Any, token_text: Callable[[int], str]
+    ) -> RequestOutput:
+        """A request that ran, whole or not; token_text: how a single token reads, for logprobs."""
+        output = cls(
+            request_id=request.request_id,
+            index=request.prompt_index,
+            prompt=prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            outputs=[],
+            error=request.error,
+            metadata=metadata,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=RequestMetrics(
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.num_cached_tokens,
+                request.num_preemptions,
+            ),
+            finished=request.is_finished and request.finish_reason != "abort",
+        )
+        if request.error is None:
+            output.outputs.append(_completion(request, token_text))
+        return output
+
+
+def _completion(request: Request, token_text: Callable[[int], str]) -> CompletionOutput:
+    completion = CompletionOutput(
+        index=0,
+        text=request.text,
+        token_ids=request.output_token_ids,
+        finish_reason=None if request.finish_reason == "error" else request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
+    if request.sampling_params.logprobs is not None:
+        import numpy as np
+
+        positions = request.logprobs
+        distinct = {token_id for position in positions for token_id in position.token_ids.tolist()}
+        completion.logprobs = LogprobDicts(positions, {token_id: token_text(token_id) for token_id in distinct})
+        completion.token_logprobs = np.array([position.logprobs[0] for position in positions], np.float32)
+        completion.cumulative_logprob = request.cumulative_logprob
+    return completion
+
+
+def result_columns(output: RequestOutput) -> dict[str, Any]:
+    """The columns that a result row has besides the input's own: always these, one type each."""
+    if output.error is not None:
+        error, text, finish_reason, stop_reason, num_tokens = output.error, None, "error", "", 0
+        error_text = f"{error.code}: {error.message}"
+    else:
+        completion = output.outputs[0]
+        text, finish_reason = completion.text or "", completion.finish_reason or ""
+        stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
+        num_tokens, error_text = len(completion.token_ids), ""
+    values = (text, finish_reason, stop_reason, len(output.prompt_token_ids), num_tokens, error_text, output.index)
+    return dict(zip(RESULT_COLUMNS, values, strict=True))
+
+
+class RequestOutputs(list[RequestOutput]):
+    """The answers of a call, in input order: a list with a few views of it."""
+
+    @property
+    def texts(self) -> list[str | None]:
+        return [output.text for output in self]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One dict per prompt: `prompt`, `metadata` where any prompt has some, and the columns of a result file."""
+        has_metadata = any(output.metadata is not None for output in self)
+        rows = []
+        for output in self:
+            row: dict[str, Any] = {"prompt": output.prompt}
+            if has_metadata:
+                row["metadata"] = output.metadata
+            rows.append({**row, **result_columns(output)})
+        return rows

@@ -1,0 +1,187 @@
+"""RequestBuilder: a Prompt and its SamplingParams -> a Request that the engine can run, or the reason why not.
+
+All checks that need the tokenizer or the model's sizes are here, so a call knows every bad prompt before its first
+step. Messages carry no place in the list: the caller adds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.notices import Notices
+from pagedllm.prompts import Prompt
+from pagedllm.request import Request
+from pagedllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedllm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How messages become text; the fields are those of `LLM.chat`."""
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    text: str | None  # the final text; None where ids were given
+    token_ids: list[int]
+    metadata: Any = None
+    error: RequestError | None = None
+
+
+class RequestBuilder:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_position: int,
+        max_model_len: int,
+        max_logprobs: int,
+        eos_token_ids: tuple[int, ...],
+        rope_variant: Callable[[int | None], int],
+        chat_template: str | None,
+        notices: Notices,
+    ) -> None:
+        """max_position: the length in the model's config; max_model_len: what the engine serves, perhaps less."""
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_position = max_position
+        self.max_model_len = max_model_len
+        self.max_logprobs = max_logprobs
+        self.eos_token_ids = eos_token_ids
+        self.rope_variant = rope_variant
+        self.chat_template = chat_template
+        self.notices = notices
+        self._token_texts: dict[int, str] = {}
+
+    def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
+        """Token ids of each prompt; plain texts are encoded in one batch."""
+        texts = [p.text for p in prompts if p.text is not None and _first_surrogate(p.text) is None]
+        encoded_texts = iter(self.tokenizer.encode_batch(texts) if texts else [])
+        return [self._encode_one(prompt, chat, encoded_texts.__next__) for prompt in prompts]
+
+    def _encode_one(self, prompt: Prompt, chat: ChatOptions, next_ids: Callable[[], list[int]]) -> EncodedPrompt:
+        error = prompt.error
+        if prompt.text is not None:
+            surrogate = _first_surrogate(prompt.text)
+            if surrogate is None:
+                ids = next_ids()
+                self._tell_of_doubled_bos(ids)
+                return EncodedPrompt(prompt.text, ids, prompt.metadata)
+            text = f"the text holds half a surrogate pair at position {surrogate}, which no tokenizer can encode"
+            error = RequestError("invalid_parameter", text, field="prompts")
+        elif prompt.messages is not None:
+            try:
+                chat_text = self.render_chat(prompt.messages, chat)
+                ids = self.tokenizer.encode(chat_text, add_special_tokens=False)
+                return EncodedPrompt(chat_text, ids, prompt.metadata)
+            except RequestError as refusal:
+                error = refusal
+            except NotSupportedError as refusal:
+                error = RequestError("unsupported", str(refusal), field="messages")
+        elif prompt.token_ids is not None:
+            return EncodedPrompt(None, list(prompt.token_ids), prompt.metadata)
+        return EncodedPrompt(prompt.text, [], prompt.metadata, error)
+
+    def render_chat(self, messages: Sequence[Any], chat: ChatOptions) -> str:
+        """The final text of a conversation; RequestError("template_error") quotes the template's own words."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat.chat_template or self.chat_template,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tools=chat.tools,
+            **chat.chat_template_kwargs,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """How a single token reads, special ones too."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def check_params(self, params: SamplingParams) -> None:
+        """The checks of a SamplingParams on use; RequestError, "unsupported" for what comes later."""
+        try:
+            params.verify()
+        except NotSupportedError as error:
+            raise RequestError("unsupported", str(error), field="sampling_params") from None
+        params.verify_for_model(self.vocab_size, self.max_logprobs)
+
+    def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
+        """Raises RequestError if the engine cannot run these ids with these params."""
+        if prompt.error is not None:
+            raise prompt.error
+        ids, limit = prompt.token_ids, self.max_model_len
+        if not ids:
+            raise RequestError("empty_prompt", "the prompt has no tokens, and the model has no BOS to start from")
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            text = f"token id {wrong} at position {ids.index(wrong)} is not in [0, {self.vocab_size})"
+            raise RequestError("token_out_of_range", text)
+        if len(ids) > limit:
+            text = f"{len(ids):,} tokens exceed max_model_len {limit:,} by {len(ids) - limit:,}"
+            raise RequestError("prompt_too_long", text)
+        if len(ids) == limit and params.max_tokens != 0:
+            text = f"{len(ids):,} tokens fill max_model_len {limit:,}: no room for one new token"
+            raise RequestError("prompt_too_long", text)
+
+    def build(
+        self, request_id: str, index: int, prompt: EncodedPrompt, params: SamplingParams, seed: int, priority: int = 0
+    ) -> Request:
+        """The Request of a checked prompt; params becomes the engine's own, pass a copy."""
+        num_prompt_tokens = len(prompt.token_ids)
+        room = self.max_model_len - num_prompt_tokens
+        total = None
+        if params.max_tokens is not None:
+            total = min(num_prompt_tokens + params.max_tokens, self.max_position)
+        variant = self.rope_variant(total)
+        return Request(
+            request_id=request_id,
+            token_ids=list(prompt.token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling_params=params,
+            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=seed if params.seed in (None, -1) else stream_key(int(params.seed)),
+            eos_token_ids=self.eos_token_ids,
+            prompt_index=index,
+            priority=priority,
+            rope_variant=variant,
+            extra_keys=(variant,) if variant else (),
+        )
+
+    def _tell_of_doubled_bos(self, ids: list[int]) -> None:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            self.notices.tell(
+                "a prompt begins with the BOS token, and the tokenizer adds one more: "
+                "leave it out of the text, or pass prompt_token_ids"
+            )
+
+
+def stream_key(*parts: int | bytes) -> int:
+    """64 bits that name a random stream: a hash of the parts, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def _first_surrogate(text: str) -> int | None:
+    """Where a lone surrogate stands, which UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

@@ -1,0 +1,167 @@
+"""An LLM without a model: the real engine over a runner that computes the next token by arithmetic.
+
+The tokenizer has one token per byte; id 0 is BOS, 1 and 2 end the text. `FakeRunner.script` makes single steps fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pagedllm.assembly import Assembly
+from pagedllm.cache.kv_cache_manager import KVCacheManager
+from pagedllm.config import EngineConfig
+from pagedllm.engine.core import EngineCore
+from pagedllm.engine.policy import make_policy
+from pagedllm.engine.scheduler import Scheduler
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pagedllm.errors import RequestError
+from pagedllm.generation_defaults import GenerationDefaults
+from pagedllm.notices import Notices
+from pagedllm.request import Request, TokenLogprobs
+from pagedllm.request_builder import RequestBuilder
+
+BOS, EOS, END = 0, 1, 2
+VOCAB_SIZE = 259
+
+
+class FakeTokenizer:
+    """Bytes, shifted by three special tokens."""
+
+    bos_token_id: int | None = BOS
+    eos_token_ids = (EOS, END)
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        bos = [BOS] if add_special_tokens and self.bos_token_id is not None else []
+        return bos + [byte + 3 for byte in text.encode()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        specials = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>", END: b"<end>"}
+        return b"".join(specials.get(i, b"") if i < 3 else bytes([i - 3]) for i in token_ids).decode("latin-1")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            raise RequestError("template_error", "the chat template refuses: no tools here")
+        text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        return text + ("[assistant]" if options["add_generation_prompt"] else "")
+
+
+class FakeDetokenizer:
+    def decode(self, request: Request) -> str:
+        return FakeTokenizer().decode(request.text_token_ids)
+
+    def stream(self, request: Request) -> FakeStream:
+        return FakeStream()
+
+
+class FakeStream:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return FakeTokenizer().decode(token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+class FakeRunner:
+    """next token = a hash of the tokens so far, and of the seed where the request samples; always a letter a to z."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[list[int], NewRequestData]] = {}
+        self.num_steps = 0
+        self.script: Callable[[int, SchedulerOutput], ModelRunnerOutput | None] = lambda step, plan: None
+        self.is_closed = False
+        self.forced: Callable[[list[int], NewRequestData], int | None] = lambda tokens, data: None
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        scripted = self.script(self.num_steps, plan)
+        self.num_steps += 1
+        for request_id in plan.released_request_ids:
+            self.rows.pop(request_id, None)
+        if scripted is not None:
+            return scripted
+        sampled: list[tuple[int, ...]] = []
+        finite: list[bool] = []
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
+        for item in plan.scheduled:
+            if item.new_request is not None:
+                self.rows[item.request_id] = ([], item.new_request)
+            tokens, data = self.rows[item.request_id]
+            tokens.extend(item.new_token_ids)
+            is_last = item.num_computed_tokens + item.num_new_tokens == len(tokens)
+            token_id = self.next_token(tokens, data) if is_last else None
+            finite.append(token_id != -1)
+            sampled.append((token_id,) if token_id is not None and token_id >= 0 else ())
+            logprobs.append(self.logprobs(sampled[-1], data))
+            tokens.extend(sampled[-1])
+        return ModelRunnerOutput(sampled, finite, logprobs if any(logprobs) else ())
+
+    def next_token(self, tokens: list[int], data: NewRequestData) -> int:
+        forced = self.forced(tokens, data)
+        if forced is not None:
+            return forced
+        seed = 0 if data.sampling_params.is_greedy else data.seed
+        digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=4).digest()
+        return 3 + ord("a") + int.from_bytes(digest, "little") % 26
+
+    def logprobs(self, token_ids: tuple[int, ...], data: NewRequestData) -> tuple[TokenLogprobs, ...]:
+        """The sampled token has -1, rank k + 1; the top k are 100, 101 ..., with -2, -3 ..."""
+        k = data.sampling_params.logprobs
+        if k is None:
+            return ()
+        values = -np.arange(1, 2 + k, dtype=np.float32)
+        return tuple(
+            TokenLogprobs(np.array([token_id, *range(100, 100 + k)], np.int32), values, sampled_rank=k + 1)
+            for token_id in token_ids
+        )
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def fake_assemble(
+    config: EngineConfig,
+    *,
+    generation_config: Mapping[str, Any] | None = None,
+    bos_token_id: int | None = BOS,
+    num_blocks: int = 512,
+) -> Assembly:
+    runner, tokenizer, notices = FakeRunner(), FakeTokenizer(), Notices()
+    tokenizer.bos_token_id = bos_token_id
+    max_num_seqs, max_model_len = config.max_num_seqs or 8, config.max_model_len or 128
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or 64,
+        max_model_len=max_model_len,
+        policy=make_policy(config.scheduling_policy),
+    )
+    builder = RequestBuilder(
+        tokenizer,  # type: ignore[arg-type]
+        vocab_size=VOCAB_SIZE,
+        max_position=1024,
+        max_model_len=max_model_len,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=tokenizer.eos_token_ids,
+        rope_variant=lambda num_total_tokens: 0,
+        chat_template=config.chat_template,
+        notices=notices,
+    )
+    return Assembly(
+        engine=EngineCore(scheduler, runner.execute, FakeDetokenizer()),
+        runtime=runner,
+        builder=builder,
+        defaults=GenerationDefaults.from_config(generation_config or {}),
+        notices=notices,
+        seed=config.seed,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        bytes_per_block=1024,
+    )
