@@ -41,14 +41,15 @@ class DecoderBuffers:
         def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(num_rows, width, dtype=dtype, device="cpu")
 
+        max_num_rows = max(max_num_tokens, max_num_logits)
         self.num_q_heads, self.head_dim = config.num_q_heads, config.head_dim
         self.q_size = config.num_q_heads * config.head_dim
         self.hidden = allocate(max_num_tokens, config.hidden_size)
-        self.normed = allocate(max_num_tokens, config.hidden_size)
-        self.scratch = allocate(max_num_tokens if config.has_post_norms else 0, config.hidden_size)
+        self.normed = allocate(max_num_rows, config.hidden_size)
+        self.scratch = allocate(max_num_rows if config.has_post_norms else 0, config.hidden_size)
         self.qkv = allocate(max_num_tokens, self.q_size + 2 * config.num_kv_heads * config.head_dim)
         self.attention = allocate(max_num_tokens, self.q_size)
-        self.intermediate = allocate(max_num_tokens, config.intermediate_size)
+        self.intermediate = allocate(max_num_rows, config.intermediate_size)
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
         self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)

@@ -24,8 +24,16 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf")
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def open_checkpoint(model: str, load_format: str = "auto", gguf_file: str | None = None) -> Checkpoint:
-    """A folder of safetensors, a GGUF file, or a folder that holds one (`gguf_file` chooses among several)."""
+def open_checkpoint(
+    model: str,
+    load_format: str = "auto",
+    gguf_file: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Checkpoint:
+    """A folder of safetensors, a GGUF file, or a folder that holds one (`gguf_file` chooses among several).
+
+    dtype: what GGUF's quantized tensors become in the cached conversion; safetensors are read as they are.
+    """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
     path = Path(model)
@@ -35,7 +43,7 @@ def open_checkpoint(model: str, load_format: str = "auto", gguf_file: str | None
     if gguf is not None:
         from pagedllm.model.gguf import open_gguf  # needs the extra `gguf`
 
-        return open_gguf(gguf)
+        return open_gguf(gguf, str(dtype).removeprefix("torch."))
     if path.is_file():
         raise ModelError(f"{path} is a file: pass the folder that holds it, with config.json and the tokenizer")
     return SafetensorsCheckpoint(path)
