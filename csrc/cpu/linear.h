@@ -21,8 +21,8 @@ struct PackedLinearParams {
   Parallel parallel;
 };
 
-// A row of the result depends on its row of x alone: each of its sums runs over k in order, in one accumulator,
-// whatever num_rows, the row's place and the number of threads are.
+// A row of the result depends on its row of x alone: each of its sums runs over k in order, in chunks that depend on k
+// alone, whatever num_rows, the row's place and the number of threads are.
 template <class T, class Out>
 void packed_linear(const PackedLinearParams<T, Out>& params);
 
