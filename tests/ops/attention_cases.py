@@ -90,20 +90,22 @@ def attend(
 
 
 def exact(case: Case, *, sinks: Tensor | None = None, softcap: float = 0.0, window: int = 0) -> Tensor:
-    """The definition in float64, token by token."""
+    """The definition in float64."""
     group = case.shape.num_q_heads // case.shape.num_kv_heads
-    out, token = [], 0
-    for keys, values, num_new in zip(case.keys, case.values, case.q_lens, strict=True):
-        k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-        for position in range(len(keys) - num_new, len(keys)):
-            low = max(0, position + 1 - window) if window else 0
-            q = case.q[token].double()
-            scores = torch.einsum("hd,khd->hk", q, k[low : position + 1]) * case.shape.head_dim**-0.5
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks.double()[:, None]), 1)
-            weights = scores.softmax(1)[:, : position + 1 - low]
-            out.append(torch.einsum("hk,khd->hd", weights, v[low : position + 1]))
-            token += 1
-    return torch.stack(out)
+    out = []
+    for q, keys, values in zip(case.q.double().split(case.q_lens), case.keys, case.values, strict=True):
+        k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))  # [heads, keys, dim]
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * case.shape.head_dim**-0.5  # [heads, new tokens, keys]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.exp(scores)
+        for token in range(len(q)):
+            position = len(keys) - len(q) + token
+            weights[:, token, position + 1 :] = 0
+            if window:
+                weights[:, token, : max(0, position + 1 - window)] = 0
+        total = weights.sum(-1)
+        if sinks is not None:
+            total += sinks.double().exp()[:, None]
+        out.append(((weights @ v) / total[..., None]).transpose(0, 1))
+    return torch.cat(out)
