@@ -53,8 +53,8 @@ def make_call(engine_number: int) -> list[Request]:
     """Requests that share blocks within the step, are preempted, stop by string and id, and keep logprobs."""
     first = engine_number * 10
     return [
-        make_request("0", [first] * 9, 7, logprobs=0),
-        make_request("1", [first] * 9, 9, seed=1, logprobs=0),
+        make_request("0", [first] * 9, 12, logprobs=0),
+        make_request("1", [first] * 9, 12, seed=1, logprobs=0),
         make_request("2", [first + 1] * 3, 8, stop=["ab", "c"]),
         make_request("3", [first] * 8, 8, seed=2, stop_token_ids=list(range(0, 97, 5))),
         make_request("4", [], 1),
