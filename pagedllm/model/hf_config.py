@@ -16,9 +16,9 @@ from pagedllm.ops.linear import Activation
 
 # They describe training, files, or defaults of generation: no influence on a forward pass.
 HARMLESS = frozenset((
-    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_name_or_path",
-    "architectures", "attention_dropout", "attn_implementation", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "cache_implementation", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_model_name_or_path",
+    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
     "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id",
     "forced_eos_token_id", "id2label", "initializer_range", "is_llama_config", "label2id", "length_penalty",
     "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
