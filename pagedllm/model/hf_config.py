@@ -22,7 +22,7 @@ HARMLESS = frozenset((
     "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id",
     "forced_eos_token_id", "id2label", "initializer_range", "is_llama_config", "label2id", "length_penalty",
     "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "unk_token_id",
     "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
     "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
