@@ -239,7 +239,7 @@ def test_chat_takes_nothing_but_conversations(llm, messages):
         ([5] * 129, "prompt_too_long", "prompts[1]: 129 tokens exceed max_model_len 128 by 1"),
         ([5] * 5000, "prompt_too_long", "prompts[1]: 5,000 tokens exceed max_model_len 128 by 4,872"),
         ([5] * 128, "prompt_too_long", "prompts[1]: 128 tokens fill max_model_len 128: no room for one new token"),
-        ([], "empty_prompt", "prompts[1]: the prompt has no tokens, and the model has no BOS to start from"),
+        ([], "empty_prompt", "prompts[1]: the prompt has no tokens, and the tokenizer adds no BOS to start from"),
         ([5, VOCAB_SIZE], "token_out_of_range", f"prompts[1]: token id 259 at position 1 is not in [0, {VOCAB_SIZE})"),
         ([-1], "token_out_of_range", f"prompts[1]: token id -1 at position 0 is not in [0, {VOCAB_SIZE})"),
     ],
