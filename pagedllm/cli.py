@@ -114,7 +114,7 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
         return complain(error, FAILED)
     except (PagedLLMError, ValueError, FileNotFoundError) as error:
         return complain(error, REFUSED)
-    with llm, contextlib.closing(JobProgress(job.count_rows(), args.quiet)) as progress:
+    with llm, contextlib.closing(JobProgress(None if args.quiet else job.count_rows(), args.quiet)) as progress:
         try:
             report = llm.run_job(job, progress.show)
         except TooManyFailures as error:

@@ -438,8 +438,8 @@ def test_what_is_in_force_is_told_once_and_again_when_it_changes(monkeypatch, ca
         llm.generate([[5]], SamplingParams(max_tokens=0))
     told = [text for text in notices(caplog) if "sampling_params" in text]
     assert told == [
-        "sampling_params=None takes temperature=0.5, top_k=5 (generation_config.json), max_tokens=256 (the default); "
-        "not applied: no_repeat_ngram_size=3",
+        "sampling_params=None: sampling by temperature=0.5, top_k=5 (generation_config.json), "
+        "max_tokens=256 (the default); not applied: no_repeat_ngram_size=3",
         "sampling_params as given; generation_config.json is not applied: temperature=0.5, top_k=5",
     ]
 
