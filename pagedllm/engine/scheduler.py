@@ -311,8 +311,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Gives the blocks back, and the runner's row with the next plan."""
         self.kv_cache.free(request)
+        self._released.append(request.request_id)  # first: `emptied` must know of the row at every moment
         del self._held_rows[request.request_id]
-        self._released.append(request.request_id)
 
     def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_preemptions == 0:
