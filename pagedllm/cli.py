@@ -94,7 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: Python's exit must not care
             return FAILED
-        except OSError as error:
+        except (OSError, PagedLLMError) as error:
             code = complain(error, FAILED)
         except (KeyboardInterrupt, Terminated) as interrupt:
             code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)

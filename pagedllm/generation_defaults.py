@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagedllm.errors import ModelError, RequestError
+from pagedllm.errors import ModelError, NotSupportedError, RequestError
 from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, is_int
 
 SOURCE = "generation_config.json"
@@ -65,9 +65,10 @@ class GenerationDefaults:
         return cls(values, unapplied)
 
     def params(self) -> SamplingParams:
+        """Raises ModelError where the checkpoint asks for something that SamplingParams refuses."""
         try:
             return SamplingParams(**self.values)
-        except RequestError as error:
+        except (RequestError, NotSupportedError) as error:
             raise ModelError(f"{SOURCE}: {error}; pass sampling_params, or generation_config='none'") from None
 
     def describe_given(self) -> str:

@@ -330,3 +330,23 @@ def test_environment_is_left_alone(files):
     before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     run_files(files, "-q", "--max-tokens", 1)
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_dev_stdout_is_written_as_it_is():
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "run",
+        "-m",
+        "fake",
+        "-i",
+        "-",
+        "-o",
+        "/dev/stdout",
+        "-q",
+        "--max-tokens",
+        "2",
+    ]
+    done = subprocess.run(command, cwd=ROOT, input=b'{"prompt": "a"}\n', capture_output=True, check=True)
+    assert json.loads(done.stdout)["row"] == 0

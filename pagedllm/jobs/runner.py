@@ -99,9 +99,11 @@ class Job:
     def run(self, assembly: Assembly, seed: int, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
         """Runs all rows and gives the result file its name; on_progress is told after each step.
 
-        Raises TooManyFailures, and OSError where a result cannot be written; what is written then stays.
+        Raises TooManyFailures, ModelError for the model's own sampling defaults, and OSError where a result cannot be
+        written; what is written then stays.
         """
         started = time.perf_counter()
+        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
         defaults = {**assembly.defaults.values, **self._given_params}
         work = _Work(assembly, self._rows, seed, defaults)
         assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(self._given_params)}", INFO)

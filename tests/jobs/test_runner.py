@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pagedllm import LLM, NotSupportedError, SamplingParams
+from pagedllm.errors import ModelError
 from pagedllm.jobs import runner
 from pagedllm.jobs.formats import parse_row
 from pagedllm.jobs.runner import TooManyFailures, open_job
@@ -214,3 +215,9 @@ def test_the_report_counts_what_the_job_did(run):
     assert report.num_cached_tokens == 3 * 32
     assert (report.peak_num_blocks, report.num_blocks, report.block_size) == (3, 512, 16)
     assert report.num_preemptions == 0
+
+
+def test_a_generation_config_that_cannot_be_used_stops_the_job_before_any_row(run, monkeypatch):
+    monkeypatch.setattr("pagedllm.llm.assemble", lambda c: fake_assemble(c, generation_config={"top_p": 3}))
+    with pytest.raises(ModelError, match=r"generation_config.json: top_p must be in \(0, 1\], got 3"):
+        run([{"prompt": "a"}])
