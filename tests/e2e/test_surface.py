@@ -18,7 +18,7 @@ from tests.tiny import BOS, END, EOS, VOCAB_SIZE, save_tiny_model
 
 PROMPTS = ["the quick brown fox", "one two three", "ジ ünïcödé", " "]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 8}
+SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 8, "num_threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -201,18 +201,10 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.Ca
 def test_run_and_generate_give_the_same_texts(folder: Path, llm: LLM, tmp_path: Path) -> None:
     rows = [{"n": i, "prompt": prompt} for i, prompt in enumerate(PROMPTS * 5)]
     (tmp_path / "in").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    flags = [
-        "--max-model-len",
-        "128",
-        "--kv-cache-memory-bytes",
-        str(8 << 20),
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "16",
-    ]
+    flags = ["--max-model-len", "128", "--kv-cache-memory-bytes", str(8 << 20), "--num-threads", "1"]
+    flags += ["--temperature", "0", "--max-tokens", "16", "--ignore-eos"]
     arguments = ["run", "-q", "-m", str(folder), "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *flags]
-    assert cli.main([*arguments, "--ignore-eos"]) == 0
+    assert cli.main(arguments) == 0
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [{"n": row["n"], "prompt": row["prompt"]} for row in results] == rows
     assert [row["output"] for row in results] == llm.generate(PROMPTS * 5, GREEDY).texts
