@@ -71,8 +71,7 @@ class ConfigReader:
         self._left = set(settings)
 
     def error(self, key: str, message: str) -> ModelError:
-        name = key if key.isprintable() else repr(key)
-        return ModelError(f"{self.path / 'config.json'}: {self._place}{name} {message}")
+        return ModelError(f"{self.path / 'config.json'}: {self._place}{shown(key)} {message}")
 
     def has(self, key: str) -> bool:
         """Whether a setting stands there and is not null."""
@@ -182,6 +181,12 @@ class ConfigReader:
         for key in sorted(self._left):
             if self._settings[key] is not None:
                 raise self.error(key, f"is {_brief(self._settings[key])}, a setting that pagedllm does not know here")
+
+
+def shown(name: str) -> str:
+    """A name out of an untrusted file, for a message of one line."""
+    text = name if name.isprintable() else repr(name)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _brief(value: object) -> str:
