@@ -58,10 +58,10 @@ class GGUFCheckpoint:
         rows, raw = tensor.view(-1, info.shape[-1]), self.header.raw(info)
         step = max(1, SLAB_VALUES // info.shape[-1])
         for start in range(0, len(rows), step):
-            values = self._dequantize(info, raw[start : start + step])
+            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
             if self.architecture == "gemma3" and name.endswith("norm.weight"):
-                values = values - np.float32(1)
-            rows[start : start + step] = torch.from_numpy(values)
+                values -= 1
+            rows[start : start + step] = values
         if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             return unpermute(tensor, self.config[kind], name, self.path)
