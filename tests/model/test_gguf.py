@@ -107,10 +107,25 @@ def test_reading_gives_a_tensor_of_its_own(tmp_path: Path) -> None:
 
 
 def test_unpermute_undoes_the_converters_permutation() -> None:
-    rows = torch.arange(2 * 8).reshape(16, 1).float()  # 2 heads of 8
+    rows = np.arange(2 * 8, dtype=np.uint8).reshape(16, 1)  # 2 heads of 8
     permuted = rows.reshape(2, 2, 4, 1).swapaxes(1, 2).reshape(16, 1)
     assert permuted[:4, 0].tolist() == [0, 4, 1, 5]
-    assert torch.equal(unpermute(permuted, 2, "q", Path("m")), rows)
+    assert unpermute(permuted, 2, "q", Path("m")).tolist() == rows.tolist()
+
+
+def test_biases_are_put_in_order_too(tmp_path: Path) -> None:
+    tensors = random_tensors("llama", SIZES, 258)
+    biases = {f"blk.0.attn_{name}.bias": np.arange(size, dtype=np.float32)
+              for name, size in (("q", 64), ("k", 32), ("v", 32), ("output", 64))}  # fmt: skip
+    keys = model_keys("llama", SIZES, byte_level_vocabulary())
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", "llama", keys, tensors | biases))
+    assert checkpoint.config["attention_bias"] is True
+    read = {
+        name: checkpoint.read(f"model.layers.0.self_attn.{name}_proj.bias").tolist() for name in ("q", "k", "v", "o")
+    }
+    one_head = [0.0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15]
+    assert read["q"][:16] == read["k"][:16] == one_head
+    assert read["v"][:16] == read["o"][:16] == list(range(16))
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
