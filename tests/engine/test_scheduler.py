@@ -252,6 +252,32 @@ def test_priority_serves_lower_numbers_first_and_preempts_the_least_urgent() -> 
     assert plan.scheduled[0].request_id == "soon"  # before "soon too": it came first
 
 
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    scheduler = make_scheduler(num_blocks=8, policy=PriorityPolicy(), enable_prefix_caching=False)
+    a, c = make_request("a", range(3), 20, priority=1), make_request("c", range(10, 27), 20, priority=2)
+    scheduler.add(a)
+    scheduler.add(c)
+    while scheduler.kv_cache.pool.num_free or len(a.token_ids) % 4 != 1:
+        step(scheduler)
+    scheduler.add(make_request("urgent", [1], 20, priority=0))
+    plan, _ = step(scheduler)
+    assert plan.released_request_ids == ("c",)
+    assert scheduler.kv_cache.pool.num_free == 5
+    assert [s.request_id for s in plan.scheduled] == ["a"]
+    plan, _ = step(scheduler)
+    assert [s.request_id for s in plan.scheduled] == ["a", "urgent"]
+
+
+def test_blocks_of_failed_logits_are_forgotten_though_earlier_steps_published_them() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("bad", range(9)))
+    step(scheduler)
+    step(scheduler, failed=("bad",))
+    scheduler.add(make_request("good", range(9)))
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("good", 0, 9)]
+
+
 def test_failed_logits_cost_their_own_request_and_send_back_who_shared_its_new_blocks() -> None:
     scheduler = make_scheduler()
     owner, user, other = (
@@ -399,6 +425,19 @@ def test_aborted_waiting_requests_are_let_go() -> None:
     while scheduler.has_unfinished_requests:
         step(scheduler)
     assert [r.finish_reason for r in requests] == ["abort"] * 97 + ["length"] * 3
+
+
+def test_aborts_leave_the_order_of_the_waiting_as_it_was() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, policy=PriorityPolicy())
+    requests = [make_request(str(i), [1, 2], 1, priority=i * 37 % 101) for i in range(101)]
+    for request in requests:
+        scheduler.add(request)
+    for request in requests[:60]:
+        scheduler.abort(request)
+    order: list[str] = []
+    while scheduler.requests:
+        order += [s.request_id for s in step(scheduler)[0].scheduled]
+    assert order == [r.request_id for r in sorted(requests[60:], key=lambda r: r.priority)]
 
 
 def test_the_cost_of_a_step_does_not_grow_with_the_queue() -> None:
