@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.ops._library import operator
-from pagedllm.ops.kv_layout import CpuLayout, KVLayout, PlainLayout
+from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
 
 KV_TILE = 64  # absolute positions reduced together
@@ -261,14 +261,3 @@ class CpuAttentionBackend(AttentionBackend):
         num_slots = int(num_splits[is_split].sum())
         floats_per_slot = shape.num_kv_heads * self.rows_per_item * (shape.head_dim + 2)  # accumulator, max, sum
         return AttentionPlan(work, merge, num_slots * floats_per_slot)
-
-
-class CudaAttentionBackend(AttentionBackend):
-    """Namespace "pagedllm" on CUDA tensors, or "pagedllm_simt" on the CPU."""
-
-    layout = PlainLayout()
-    supported_head_dims = (64, 80, 96, 112, 128, 256)
-    supported_dtypes = (torch.bfloat16, torch.float16)
-
-    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
-        raise NotImplementedError("the CUDA work list comes with the CUDA kernels")
