@@ -33,25 +33,17 @@ class AttentionBlock {
   static constexpr int C = 2 * S::kWarpPairs;  // n8 tiles of output columns
 
  public:
-  __device__ __forceinline__ AttentionBlock(const PagedAttentionParams& params, const ItemContext& context)
-      : p(params), item(context) {
-    warp = static_cast<int>(threadIdx.x) >> 5;
-    lane = static_cast<int>(threadIdx.x) & 31;
-    g = lane >> 2;
-    t = lane & 3;
-    // tanh needs the scaled score, so with a softcap the scale comes before it; else it is folded into the exponent
-    log2_scale = p.softcap > 0.f ? kLog2E : p.scale * kLog2E;
-  }
+  __device__ __forceinline__ explicit AttentionBlock(const ItemContext& context) : p(context.p), item(context) {}
 
   __device__ __forceinline__ void run() {
-    KvStream<T, D, ROWS> stream(p, item);
+    KvStream<T, D, ROWS> stream(item);
     load_q();
 #pragma unroll
     for (int i = 0; i < S::kSlots - 1; ++i) {
       stream.start_next();
       copy_async_commit();
     }
-    const bool is_active = warp * S::kWarpRows < item.work().num_rows;  // warps without rows only copy
+    const bool is_active = warp_index() * S::kWarpRows < item.work().num_rows;  // warps without rows only copy
     const int end_tile = (item.work().end_key + kTileKeys - 1) / kTileKeys;
     int tile = item.first_visible() / kTileKeys, slot_byte = S::kFixedBytes;
     bool has_carry = false, is_first = true;
@@ -85,13 +77,24 @@ class AttentionBlock {
   }
 
  private:
+  // Read where they are used: registers are what limits the tile.
+  struct Place {
+    int warp, lane;
+  };
+  __device__ __forceinline__ static Place place() {
+    const int thread = thread_index();
+    return {thread >> 5, thread & 31};
+  }
+  __device__ __forceinline__ static int warp_index() { return thread_index() >> 5; }
+
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int i = 0; i < G; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) max[i][h] = kNoKey;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[i][e] = 0.f;
+      for (int h = 0; h < 2; ++h) {
+        max[i][h] = kNoKey;
+        sum[i][h] = 0.f;
+      }
 #pragma unroll
       for (int n = 0; n < C; ++n)
 #pragma unroll
@@ -109,9 +112,10 @@ class AttentionBlock {
 
   __device__ __forceinline__ void load_q() {
     const T* q = static_cast<const T*>(p.q);
+    const int thread = thread_index();
 #pragma unroll
     for (int i = 0; i < (ROWS * S::kChunks + kThreads - 1) / kThreads; ++i) {
-      const int index = static_cast<int>(threadIdx.x) + i * kThreads, row = index / S::kChunks, chunk = index % S::kChunks;
+      const int index = thread + i * kThreads, row = index / S::kChunks, chunk = index % S::kChunks;
       if (ROWS * S::kChunks % kThreads != 0 && index >= ROWS * S::kChunks) break;
       const bool is_valid = row < item.work().num_rows;
       const T* from = q + item.offset(item.work().first_row + (is_valid ? row : 0), p.q_stride, D) + chunk * 8;
@@ -119,6 +123,7 @@ class AttentionBlock {
     }
   }
   __device__ __forceinline__ int q_byte() const {
+    const auto [warp, lane] = place();
     return RowSwizzle::byte(warp * S::kWarpRows + (lane & 15), lane >> 4);
   }
   __device__ __forceinline__ void load_q_fragments() {
@@ -134,6 +139,7 @@ class AttentionBlock {
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[i][n][e] = 0.f;
+    const auto [warp, lane] = place();
     const int first_key = S::kSharesRows ? 16 * warp : 0;
     const int k_byte = k_slot + RowSwizzle::byte(first_key + (lane & 7) + (lane >> 4 << 3), lane >> 3 & 1);
 #pragma unroll
@@ -170,6 +176,7 @@ class AttentionBlock {
 
   // Keys after a row's token, or before its window. Most tiles lie wholly inside and skip this.
   __device__ __forceinline__ void hide_keys(int first_key, float (&s)[G][N][4]) {
+    const auto [warp, lane] = place();
     const int first_row = item.work().first_row + warp * S::kWarpRows;
     const int warp_key = first_key + (S::kSharesRows ? 16 * warp : 0);
     const unsigned window = p.window > 0 ? static_cast<unsigned>(p.window) : 0x7fffffffu;
@@ -180,7 +187,7 @@ class AttentionBlock {
     for (int i = 0; i < G; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int distance = item.position(first_row + 16 * i + 8 * h + g) - warp_key - 2 * t;
+        const int distance = item.position(first_row + 16 * i + 8 * h + lane / 4) - warp_key - 2 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -192,6 +199,8 @@ class AttentionBlock {
   // Scores to weights; the maximum moves on, and with it the accumulators. Where the warps share the rows they exchange
   // their maxima here, and their weights through P; the barrier after that is next_half's.
   __device__ __forceinline__ void softmax(float (&s)[G][N][4], uint32_t (&weights)[G][N][2]) {
+    // tanh needs the scaled score, so a softcap has the scale already; else it is folded into the exponent
+    const float log2_scale = p.softcap > 0.f ? kLog2E : p.scale * kLog2E;
     float factor[G][2];
     bool has_moved = false;
     if (S::kSharesRows) share_max(s[0]);
@@ -213,7 +222,8 @@ class AttentionBlock {
         }
       }
     if (S::kSharesRows) {
-      const int p_byte = S::kPByte + WeightSwizzle::byte(g, 2 * warp) + 4 * t;
+      const auto [warp, lane] = place();
+      const int p_byte = S::kPByte + WeightSwizzle::byte(lane / 4, 2 * warp) + 4 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -224,10 +234,13 @@ class AttentionBlock {
 #pragma unroll
     for (int i = 0; i < G; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum[i][e] *= factor[i][e >> 1];
+      for (int h = 0; h < 2; ++h) {
+        sum[i][h] *= factor[i][h];
 #pragma unroll
-        for (int n = 0; n < C; ++n) o[i][n][e] *= factor[i][e >> 1];
+        for (int n = 0; n < C; ++n) {
+          o[i][n][2 * h] *= factor[i][h];
+          o[i][n][2 * h + 1] *= factor[i][h];
+        }
       }
   }
   __device__ __forceinline__ float row_max(const float (&s)[N][4], int h) const {
@@ -239,22 +252,29 @@ class AttentionBlock {
   }
   __device__ __forceinline__ void share_max(const float (&s)[N][4]) {
     const float low = row_max(s, 0), high = row_max(s, 1);
-    float* all = shared_memory<float>(S::kMaxByte);
-    if (t == 0) {
-      all[warp * 16 + g] = low;
-      all[warp * 16 + g + 8] = high;
+    const auto [warp, lane] = place();
+    if (lane % 4 == 0) {
+      float* mine = shared_memory<float>(S::kMaxByte) + warp * 16 + lane / 4;
+      mine[0] = low;
+      mine[8] = high;
     }
     __syncthreads();
   }
   __device__ __forceinline__ float shared_max(int h) const {
-    const float* all = shared_memory<float>(S::kMaxByte) + g + 8 * h;
+    const float* all = shared_memory<float>(S::kMaxByte) + (thread_index() & 31) / 4 + 8 * h;
     return fmaxf(fmaxf(all[0], all[16]), fmaxf(all[32], all[48]));
   }
 
   // o += p.v, sum += p.1 over the tile's 64 keys.
   __device__ __forceinline__ void accumulate(int v_slot, const uint32_t (&weights)[G][N][2]) {
+    const auto [warp, lane] = place();
     const int v_byte = v_slot + RowSwizzle::byte(lane & 15, (S::kSharesRows ? 2 * warp : 0) + (lane >> 4));
     const int p_byte = S::kPByte + WeightSwizzle::byte(lane & 15, lane >> 4);
+    float sums[G][4];  // all columns of p.1 are equal: a register for each row is kept
+#pragma unroll
+    for (int i = 0; i < G; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[i][e] = sum[i][e >> 1];
 #pragma unroll
     for (int k = 0; k < kTileKeys / 16; ++k) {
       uint32_t a[G][4];
@@ -267,10 +287,10 @@ class AttentionBlock {
           for (int r = 0; r < 4; ++r) a[i][r] = weights[i][2 * k + (r >> 1)][r & 1];
       }
 #pragma unroll
-      for (int i = 0; i < G; ++i) multiply_add<T>(sum[i], a[i], OnePair<T>::kBits, OnePair<T>::kBits);
+      for (int i = 0; i < G; ++i) multiply_add<T>(sums[i], a[i], OnePair<T>::kBits, OnePair<T>::kBits);
 #pragma unroll
       for (int n = 0; n < C / 2; ++n) {
-        if (!has_pair(n)) continue;
+        if (!has_pair(n, warp)) continue;
         uint32_t b[4];
         load_matrix_transposed(b, RowSwizzle::advance(v_byte, S::kSharesRows ? 8 * n : 2 * n) + 16 * k * RowSwizzle::kRowBytes);
 #pragma unroll
@@ -280,32 +300,40 @@ class AttentionBlock {
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < G; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[i][h] = sums[i][2 * h];
   }
   // Whether this warp has an n-th n16 tile of output columns: it is the (warp + 4n)-th where warps share the rows.
-  __device__ __forceinline__ bool has_pair(int n) const {
+  __device__ __forceinline__ static bool has_pair(int n, int warp) {
     return !S::kSharesRows || S::kColumnPairs % 4 == 0 || warp + 4 * n < S::kColumnPairs;
   }
 
   // Calls fn(group, half, row of the item) for the rows that this thread holds a part of.
   template <class F>
   __device__ __forceinline__ void for_each_row(const F& fn) {
+    const auto [warp, lane] = place();
 #pragma unroll
     for (int i = 0; i < G; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = warp * S::kWarpRows + 16 * i + 8 * h + g;
+        const int row = warp * S::kWarpRows + 16 * i + 8 * h + lane / 4;
         if (row < item.work().num_rows) fn(i, h, row);
       }
   }
   // Calls fn(n8 tile of this warp, its chunk relative to the warp's first).
   template <class F>
   __device__ __forceinline__ void for_each_column(const F& fn) const {
+    const int warp = warp_index();
 #pragma unroll
     for (int n = 0; n < C; ++n) {
-      if (has_pair(n / 2)) fn(n, S::kSharesRows ? n / 2 * 8 + n % 2 : n);
+      if (has_pair(n / 2, warp)) fn(n, S::kSharesRows ? n / 2 * 8 + n % 2 : n);
     }
   }
-  __device__ __forceinline__ int first_chunk() const { return S::kSharesRows ? 2 * warp : 0; }
+  // The first output column of this warp, and of this thread in an n8 tile.
+  __device__ __forceinline__ static int first_chunk() { return S::kSharesRows ? 2 * warp_index() : 0; }
+  __device__ __forceinline__ static int first_column() { return first_chunk() * 8 + 2 * (thread_index() % 4); }
   __device__ __forceinline__ Partial<D> partial_of(int row) const {
     return Partial<D>(p, item.work().slot + row / kSlotRows * item.work().slot_stride, item.kv_head);
   }
@@ -314,8 +342,8 @@ class AttentionBlock {
   __device__ __forceinline__ void save() {
     for_each_row([&](int i, int h, int row) {
       const Partial<D> partial = partial_of(row);
-      *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][2 * h]);
-      float2* accumulators = partial.accumulators(row % kSlotRows, first_chunk() * 8 + 2 * t);
+      *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);
+      float2* accumulators = partial.accumulators(row % kSlotRows, first_column());
       for_each_column([&](int n, int chunk) { accumulators[chunk * 4] = make_float2(o[i][n][2 * h], o[i][n][2 * h + 1]); });
     });
   }
@@ -325,10 +353,10 @@ class AttentionBlock {
       const Partial<D> carry = partial_of(row);
       const float2 saved_state = *carry.state(row % kSlotRows);
       RowState state{saved_state.x, saved_state.y};
-      const float2 factors = join(state, {max[i][h], sum[i][2 * h]});
+      const float2 factors = join(state, {max[i][h], sum[i][h]});
       max[i][h] = state.max;
-      sum[i][2 * h] = state.sum;
-      const float2* accumulators = carry.accumulators(row % kSlotRows, first_chunk() * 8 + 2 * t);
+      sum[i][h] = state.sum;
+      const float2* accumulators = carry.accumulators(row % kSlotRows, first_column());
       for_each_column([&](int n, int chunk) {
         const float2 saved = accumulators[chunk * 4];
         o[i][n][2 * h] = join(saved.x, o[i][n][2 * h], factors);
@@ -344,8 +372,8 @@ class AttentionBlock {
     if (is_active) {
       for_each_row([&](int i, int h, int row) {
         const float sink = sink_log2(p, item.q_head(item.work().first_row + row));
-        const float factor = normalizer({max[i][h], sum[i][2 * h]}, sink);
-        const int row_byte = RowSwizzle::byte(row, first_chunk()) + 4 * t;
+        const float factor = normalizer({max[i][h], sum[i][h]}, sink);
+        const int row_byte = RowSwizzle::byte(row, first_chunk()) + 4 * (thread_index() % 4);
         for_each_column([&](int n, int chunk) {
           *shared_memory<uint32_t>(RowSwizzle::advance(row_byte, chunk)) =
               pack<T>(o[i][n][2 * h] * factor, o[i][n][2 * h + 1] * factor);
@@ -354,7 +382,7 @@ class AttentionBlock {
     }
     __syncthreads();
     T* out = static_cast<T*>(p.out);
-    for (int index = static_cast<int>(threadIdx.x); index < item.work().num_rows * S::kChunks; index += kThreads) {
+    for (int index = thread_index(); index < item.work().num_rows * S::kChunks; index += kThreads) {
       const int row = index / S::kChunks, chunk = index % S::kChunks;
       T* target = out + item.offset(item.work().first_row + row, p.out_stride, D) + chunk * 8;
       *reinterpret_cast<uint4*>(target) = *shared_memory<uint4>(RowSwizzle::byte(row, chunk));
@@ -363,23 +391,20 @@ class AttentionBlock {
 
   const PagedAttentionParams& p;
   const ItemContext& item;
-  int warp, lane, g, t;
-  float log2_scale;
   uint32_t q_fragments[S::kKeepsQ ? S::kSteps : 1][4];
-  float max[G][2];   // in units of log2
-  float sum[G][4];   // [0] of row g, [2] of row g + 8; the tensor cores give each twice
+  float max[G][2], sum[G][2];  // of rows lane / 4 and lane / 4 + 8 of each group; max in units of log2
   float o[G][C][4];
 };
 
 template <class T, int D, int ROWS>
-__global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ PagedAttentionParams p) {
+__global__ void __launch_bounds__(kThreads, ROWS == 16 && D <= 128 ? 3 : 2) attention_kernel(const __grid_constant__ PagedAttentionParams p) {
   const int32_t* header = reinterpret_cast<const int32_t*>(p.work);
   const int num_128 = header[1], num_64 = header[2], num_16 = header[3];
   const int begin = ROWS == 128 ? 0 : ROWS == 64 ? num_128 : num_128 + num_64;
   const int end = begin + (ROWS == 128 ? num_128 : ROWS == 64 ? num_64 : num_16);
   for (int i = begin + static_cast<int>(blockIdx.x); i < end; i += static_cast<int>(gridDim.x)) {
     const ItemContext item(p, i);
-    AttentionBlock<T, D, ROWS>(p, item).run();
+    AttentionBlock<T, D, ROWS>(item).run();
     __syncthreads();  // shared memory is free for the next item
   }
 }

@@ -105,12 +105,8 @@ class KvStream {
   using S = Tile<D, ROWS>;
 
  public:
-  __device__ __forceinline__ KvStream(const PagedAttentionParams& p, const ItemContext& item)
-      : k_(static_cast<const T*>(p.k_cache) + static_cast<int64_t>(item.kv_head) * p.cache_head_stride),
-        v_(static_cast<const T*>(p.v_cache) + static_cast<int64_t>(item.kv_head) * p.cache_head_stride),
-        blocks_(p.block_table + static_cast<int64_t>(item.work().seq) * p.block_table_stride),
-        block_stride_(p.cache_block_stride),
-        block_shift_(p.block_shift),
+  __device__ __forceinline__ explicit KvStream(const ItemContext& item)
+      : item_(item),
         first_visible_(item.first_visible()),
         end_key_(item.work().end_key),
         tile_(first_visible_ / kTileKeys),
@@ -124,17 +120,18 @@ class KvStream {
   __device__ __forceinline__ void start_next() {
     const int first_key = tile_ * kTileKeys;
     if (first_key >= end_key_) return;
-    const T* source = is_v_ ? v_ : k_;
-    const int first_block = (first_key & (kSplitKeys - 1)) >> block_shift_;  // within the split; 32 | the tile's blocks
+    const PagedAttentionParams& p = item_.p;
+    const T* source = static_cast<const T*>(is_v_ ? p.v_cache : p.k_cache) + static_cast<int64_t>(item_.kv_head) * p.cache_head_stride;
+    const int first_block = (first_key & (kSplitKeys - 1)) >> p.block_shift;  // within the split
     const int ids = (first_block & 32) != 0 ? ids_high_ : ids_low_;
-    const int offset_mask = (1 << block_shift_) - 1;
+    const int offset_mask = (1 << p.block_shift) - 1, thread = thread_index();
 #pragma unroll
     for (int i = 0; i < kTileKeys * S::kChunks / kThreads; ++i) {
-      const int index = static_cast<int>(threadIdx.x) + i * kThreads;
+      const int index = thread + i * kThreads;
       const int row = index / S::kChunks, chunk = index % S::kChunks, key = first_key + row;
-      const int block = __shfl_sync(kAllLanes, ids, (first_block + (row >> block_shift_)) & 31);
+      const int block = __shfl_sync(kAllLanes, ids, (first_block + (row >> p.block_shift)) & 31);
       const bool is_valid = key >= first_visible_ && key < end_key_;
-      const T* from = source + static_cast<int64_t>(block) * block_stride_ + (key & offset_mask) * D + chunk * 8;
+      const T* from = source + static_cast<int64_t>(block) * p.cache_block_stride + (key & offset_mask) * D + chunk * 8;
       copy_async(slot_byte_ + Swizzle<S::kChunks>::byte(row, chunk), from, is_valid);
     }
     slot_byte_ = S::next_slot(slot_byte_);
@@ -145,20 +142,19 @@ class KvStream {
  private:
   // Lane i keeps the ids of blocks i and 32 + i of the split: 64 blocks of the smallest size are a split.
   __device__ __forceinline__ void load_block_ids() {
-    const int first = tile_ / kTilesPerSplit * kSplitKeys >> block_shift_;
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    ids_low_ = block_id(first + lane, first);
-    ids_high_ = block_id(first + lane + 32, first);
+    const int first = tile_ / kTilesPerSplit * kSplitKeys >> item_.p.block_shift;
+    const int lane = thread_index() & 31;
+    ids_low_ = block_id(first, lane);
+    ids_high_ = block_id(first, lane + 32);
   }
-  __device__ __forceinline__ int block_id(int block, int first_of_split) const {
-    const int begin = block << block_shift_, end = (block + 1) << block_shift_;
-    const bool is_needed = block - first_of_split < kSplitKeys >> block_shift_ && begin < end_key_ && end > first_visible_;
-    return is_needed ? blocks_[block] : 0;
+  __device__ __forceinline__ int block_id(int first, int index) const {
+    const int shift = item_.p.block_shift, block = first + index;
+    const bool is_needed = index < kSplitKeys >> shift && block << shift < end_key_ && (block + 1) << shift > first_visible_;
+    return is_needed ? item_.p.block_table[static_cast<int64_t>(item_.work().seq) * item_.p.block_table_stride + block] : 0;
   }
 
-  const T *k_, *v_;
-  const int32_t* blocks_;
-  int block_stride_, block_shift_, first_visible_, end_key_, tile_, slot_byte_;
+  const ItemContext& item_;
+  int first_visible_, end_key_, tile_, slot_byte_;
   int ids_low_, ids_high_;
   bool is_v_;
 };

@@ -99,6 +99,13 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return r;
 }
 
+// threadIdx.x, read anew: what is computed from it is not kept in registers across a loop.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Starts a kernel; 0 or a cudaError_t.
 template <class Params>
 int launch(void (*kernel)(Params), dim3 grid_size, dim3 block_size, size_t shared_bytes, void* stream,

@@ -46,6 +46,8 @@ inline uint32_t pack(float low, float high) {
   return to_bits(low, T{}) | to_bits(high, T{}) << 16;
 }
 
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
+
 template <class Params>
 int launch(void (*kernel)(Params), dim3 grid_size, dim3 block_size, size_t shared_bytes, void*, const Params& params) {
   return simt::launch(kernel, grid_size, block_size, shared_bytes, params);
