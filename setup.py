@@ -46,10 +46,11 @@ if platform.machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS["avx512_bf16"] = [*AVX512, "-DPAGEDLLM_ISA_AVX512_BF16", "-mavx512bf16"]
 
 # No contraction: where a fused multiply-add is wanted it is written, so that bits do not depend on the optimizer.
-# -Wno-maybe-uninitialized: GCC 12 warns of its own intrinsics.
+# -Wno-*uninitialized: GCC 12 warns of its own intrinsics.
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off",
-    "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Icsrc",
+    "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized", "-Icsrc",
 ]  # fmt: skip
 
 # Emulated kernels: -fsanitize=thread makes the compiler call a hook for every load and store; its library stays out.

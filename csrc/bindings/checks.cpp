@@ -1,5 +1,7 @@
 #include "bindings/checks.h"
 
+#include <algorithm>
+
 namespace pagedllm {
 namespace {
 
@@ -31,6 +33,11 @@ std::string text_of(const Sizes& sizes) {
   std::string text = "[";
   for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
+}
+
+template <class T>
+const T* find_outside(const T* begin, int64_t size, int64_t least, int64_t limit) {
+  return std::find_if(begin, begin + size, [&](T value) { return value < least || value >= limit; });
 }
 
 }  // namespace
@@ -68,6 +75,20 @@ const Argument& Argument::contiguous() const {
 const Argument& Argument::rows() const {
   dim(2);
   if (tensor_.size(1) > 1 && tensor_.stride(1) != 1) fail("must have rows whose elements lie side by side");
+  return *this;
+}
+
+const Argument& Argument::indices(ScalarType wanted, int64_t least, int64_t limit) const {
+  type(wanted).contiguous();
+  const int64_t size = tensor_.numel();
+  const auto check = [&](auto* values) {
+    const auto* outside = find_outside(values, size, least, limit);
+    if (outside != values + size) {
+      fail("must hold values from " + std::to_string(least) + " to " + std::to_string(limit - 1) + ", holds " +
+           std::to_string(*outside) + " at " + std::to_string(outside - values));
+    }
+  };
+  wanted == ScalarType::Int ? check(data<const int32_t>()) : check(data<const int64_t>());
   return *this;
 }
 

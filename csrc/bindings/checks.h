@@ -25,6 +25,8 @@ class Argument {
   const Argument& contiguous() const;
   // Two dimensions; rows may be strided, the elements of a row lie side by side.
   const Argument& rows() const;
+  // int32 or int64, contiguous, each value from `least` to `limit` - 1.
+  const Argument& indices(ScalarType wanted, int64_t least, int64_t limit) const;
   [[noreturn]] void fail(const std::string& message) const;
 
   ScalarType type() const { return tensor_.scalar_type(); }

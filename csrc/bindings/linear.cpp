@@ -1,32 +1,12 @@
 #include "cpu/linear.h"
 
 #include "bindings/checks.h"
+#include "bindings/packing.h"
 #include "bindings/registration.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
 namespace {
-
-// Panels of a packed weight of `k` rows of the element type T.
-template <class T>
-int64_t check_packed(const Argument& weight, int64_t k) {
-  const int64_t num_panels = weight.dim(sizeof(T) == sizeof(float) ? 3 : 4).size(0);
-  if constexpr (std::is_same_v<T, float>) {
-    weight.type(ScalarType::Float).shape({num_panels, k, kPanel});
-  } else {
-    weight.type(ScalarType::BFloat16).shape({num_panels, (k + 1) / 2, kPanel, 2});
-  }
-  weight.contiguous();
-  return num_panels;
-}
-
-Activation check_activation(const char* op, int64_t activation, Activation first) {
-  if (activation < static_cast<int64_t>(first) || activation > static_cast<int64_t>(Activation::kGelu)) {
-    fail(op, "activation must be from " + std::to_string(static_cast<int>(first)) + " to 3, got " +
-                 std::to_string(activation));
-  }
-  return static_cast<Activation>(activation);
-}
 
 template <class T, class Out>
 void packed_linear_of(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
@@ -44,6 +24,7 @@ void packed_linear_of(const Tensor& out_tensor, const Tensor& x_tensor, const Te
     out.fail("must have as many columns as " + std::to_string(num_panels) + " panels of " +
              std::to_string(columns_per_panel) + " hold");
   }
+  if (num_rows == 0 || num_columns == 0) return;
   PackedLinearParams<T, Out> params{};
   params.out = out.data<Out>();
   params.x = x.data<const T>();

@@ -32,6 +32,14 @@ inline float to_float(bf16 x) {
   return result;
 }
 
+// Round to nearest even; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = x != x ? bits | 0x400000 : bits + ((bits >> 16) & 1) + 0x7FFF;
+  return {static_cast<uint16_t>(rounded >> 16)};
+}
+
 // The two elements at `pair`, as one 32-bit word: what broadcast_pair repeats.
 inline uint32_t read_pair(const bf16* pair) {
   uint32_t bits;

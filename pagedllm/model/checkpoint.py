@@ -181,10 +181,9 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map from tensors to files: download it again")
     for name, file_name in weight_map.items():
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
-            raise ModelError(
-                f"{path} names {file_name!r} for {name}: a safetensors file of the same folder is expected"
-            )
+        is_name = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not is_name or not file_name.endswith(".safetensors"):
+            raise ModelError(f"{path} names {file_name!r} for {name}: a safetensors file beside it is expected")
     return weight_map
 
 

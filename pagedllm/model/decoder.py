@@ -56,16 +56,16 @@ class Decoder:
         self.dtype = dtype
         self.namespace = namespace
         weight_format = PackedFormat(dtype)
-        self._memory = HostMemory(weight_bytes(config, dtype))
-        self.head = Linear(vocabulary_shape(config), weight_format, self._memory)
-        self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self._memory)
+        self.memory = HostMemory(weight_bytes(config, dtype))
+        self.head = Linear(vocabulary_shape(config), weight_format, self.memory)
+        self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self.memory)
         # transformers multiplies by the factor in the weights' type: sqrt(640) is 25.25 in bfloat16
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
         self.layers = [
-            DecoderLayer(config, layer_config, weight_format, self._memory, backend, namespace)
+            DecoderLayer(config, layer_config, weight_format, self.memory, backend, namespace)
             for layer_config in config.layers
         ]
-        self.final_norm = NormWeight(config.hidden_size, config.norm_weight_offset, self._memory)
+        self.final_norm = NormWeight(config.hidden_size, config.norm_weight_offset, self.memory)
         self.first_norm = self.layers[0].norms["attention_norm"].weight
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             layer.next_norm = following.norms["attention_norm"].weight
@@ -119,7 +119,7 @@ class Decoder:
 
     def close(self) -> None:
         """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""
-        self._memory.close()
+        self.memory.close()
 
     def _gather_wanted(self, rows: StepRows, indices: Tensor, buffers: DecoderBuffers) -> StepRows:
         wanted = buffers.wanted_rows(len(indices))

@@ -48,6 +48,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
+LARGEST_SIZE = 2**31 - 1  # ids and positions are int32
+
 T = TypeVar("T")
 
 
@@ -68,7 +70,8 @@ class ConfigReader:
         self._left = set(settings)
 
     def error(self, key: str, message: str) -> ModelError:
-        return ModelError(f"{self.path / 'config.json'}: {self._place}{key} {message}")
+        name = key if key.isprintable() else repr(key)
+        return ModelError(f"{self.path / 'config.json'}: {self._place}{name} {message}")
 
     def has(self, key: str) -> bool:
         """Whether a setting stands there and is not null."""
@@ -84,14 +87,18 @@ class ConfigReader:
             raise self.error(key, "is null" if key in self._settings else "is missing")
         return default
 
-    def integer(self, key: str, default: T | Required = REQUIRED, minimum: int = 1) -> int | T:
+    def integer(
+        self, key: str, default: T | Required = REQUIRED, minimum: int = 1, maximum: int = LARGEST_SIZE
+    ) -> int | T:
         value = self.take(key, default)
         if not self.has(key):
             return cast(T, value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(key, f"must be an integer >= {minimum}, got {value!r}")
+            raise self.error(key, f"must be an integer >= {minimum}, got {_brief(value)}")
+        if value > maximum:
+            raise self.error(key, f"must be at most {maximum}, got {_brief(value)}")
         return value
 
     def number(self, key: str, default: T | Required = REQUIRED, minimum: float = 0.0) -> float | T:
@@ -100,19 +107,19 @@ class ConfigReader:
         if not self.has(key):
             return cast(T, value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum < value < math.inf:
-            raise self.error(key, f"must be a number above {minimum:g}, got {value!r}")
+            raise self.error(key, f"must be a number above {minimum:g}, got {_brief(value)}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, got {value!r}")
+            raise self.error(key, f"must be true or false, got {_brief(value)}")
         return value
 
     def text(self, key: str, default: T | Required = REQUIRED) -> str | T:
         value = self.take(key, default)
         if self.has(key) and not isinstance(value, str):
-            raise self.error(key, f"must be a string, got {value!r}")
+            raise self.error(key, f"must be a string, got {_brief(value)}")
         return cast("str | T", value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from pagedllm.model.config import RopeConfig, RopeKind
 from pagedllm.model.hf_config import ConfigReader
 
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+MAX_FACTOR = 1_000_000
 KINDS_WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 
 
@@ -108,8 +109,8 @@ def _read_kind(reader: ConfigReader) -> RopeKind:
 
 def _read_factor(reader: ConfigReader, default: float | None = None) -> float:
     factor = reader.number("factor") if default is None else reader.number("factor", default)
-    if factor < 1:
-        raise reader.error("factor", f"must be >= 1, got {factor:g}")
+    if not 1 <= factor <= MAX_FACTOR:
+        raise reader.error("factor", f"must be in [1, {MAX_FACTOR}], got {factor:g}")
     return factor
 
 

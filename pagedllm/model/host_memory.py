@@ -28,14 +28,14 @@ class HostMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._num_taken = 0
+        self.num_taken = 0  # bytes, alignment included
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The next tensor, all zeros."""
-        begin = self._num_taken
+        begin = self.num_taken
         end = begin + math.prod(shape) * dtype.itemsize
         assert end <= len(self._bytes), f"{end} bytes wanted of {len(self._bytes)}"
-        self._num_taken = aligned(end)
+        self.num_taken = aligned(end)
         return self._bytes[begin:end].view(dtype).view(*shape)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     architectures = config.get("architectures")
     by_name = {family.architecture: family for family in FAMILIES}
     where = path / "config.json"
-    if not isinstance(architectures, list) or len(architectures) != 1:
+    if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
         raise ModelError(f"{where}: architectures must be a list of one name, got {architectures!r}")
     family = by_name.get(architectures[0])
     if family is None:

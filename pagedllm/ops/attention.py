@@ -37,9 +37,13 @@ class AttentionMetadata:
     G = num_q_heads / num_kv_heads. Row 0 of `work` and of `merge` is a header whose first element counts the items
     that follow: a captured graph reads it on the device.
 
-    work  [1 + W, 8] int32: seq, first row, number of rows, first key, end of keys, slot (-1: no other split, write
-                            `out` itself), 0, 0
+    work  [1 + W, 8] int32: seq, first row, number of rows, first key (a multiple of 512), end of keys, slot, merge, 0
     merge [1 + M, 4] int32: seq, first row, first slot, number of splits; rows as in its work items
+
+    Where an item has all keys of its rows, slot and merge are -1 and it writes `out`. Else it is one split of them: it
+    leaves a partial result in the workspace, a place a row from `slot` on (a place: for each KV head head_dim sums, a
+    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order. So it is on the
+    CPU; CUDA's lists have the same first columns, the rest as in ops/cuda_attention.py.
     """
 
     cu_seqlens_q: Tensor  # [B + 1] int32, where each sequence's new tokens begin
@@ -95,7 +99,8 @@ def paged_attention_with(
         num_new = end - begin
         if num_new == 0:
             continue
-        k, v = layout.read_blocks(k_cache, v_cache, block_table[seq])
+        num_blocks = -(-length // layout.block_size(k_cache))
+        k, v = layout.read_blocks(k_cache, v_cache, block_table[seq, :num_blocks])
         group = q.shape[1] // k.shape[1]
         k, v = (x[:length].float().repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
@@ -227,37 +232,38 @@ class CpuAttentionBackend(AttentionBackend):
     layout = CpuLayout()
     supported_head_dims = tuple(range(32, 257, 16))
     supported_dtypes = (torch.bfloat16, torch.float32)
-    rows_per_item = 32
+    rows_per_item = 32  # the kernel's limit is 64
+    tiles_not_split = 8  # so many row tiles of one sequence are work enough without splitting their keys
 
     def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
-        """Row tiles of `rows_per_item` packed rows, each with the splits that its last token sees."""
+        """Tiles of `rows_per_item` packed rows; those of short runs of new tokens are cut into splits of keys."""
         group = shape.num_q_heads // shape.num_kv_heads
         rows = q_lens.astype(np.int64) * group
         tiles_per_seq = -(-rows // self.rows_per_item)
-        seq = np.repeat(np.arange(len(q_lens)), tiles_per_seq)  # of each tile
-        tile = np.arange(len(seq)) - np.repeat(np.cumsum(tiles_per_seq) - tiles_per_seq, tiles_per_seq)
-        first_row = tile * self.rows_per_item
+        seq = np.repeat(np.arange(len(q_lens)), tiles_per_seq)  # of each tile, as all below
+        first_row = (np.arange(len(seq)) - (tiles_per_seq.cumsum() - tiles_per_seq)[seq]) * self.rows_per_item
         num_rows = np.minimum(self.rows_per_item, rows[seq] - first_row)
-        last_token = (first_row + num_rows - 1) // group
-        num_keys = seq_lens[seq] - q_lens[seq] + last_token + 1
+        num_keys = (seq_lens - q_lens)[seq] + (first_row + num_rows - 1) // group + 1  # that the last row sees
         num_splits = -(-num_keys // KV_SPLIT)
-        first_slot = np.cumsum(np.where(num_splits > 1, num_splits, 0)) - np.where(num_splits > 1, num_splits, 0)
+        is_split = (num_splits > 1) & (tiles_per_seq < self.tiles_not_split)[seq]
+        num_items = np.where(is_split, num_splits, 1)
+        end_slot = (is_split * num_splits * num_rows).cumsum()
+        first_slot = end_slot - is_split * num_splits * num_rows
 
-        item_tile = np.repeat(np.arange(len(seq)), num_splits)
-        split = np.arange(len(item_tile)) - np.repeat(np.cumsum(num_splits) - num_splits, num_splits)
-        work = np.zeros((1 + len(item_tile), WORK_COLUMNS), np.int32)
-        work[0, 0] = len(item_tile)
-        work[1:, 0] = seq[item_tile]
-        work[1:, 1] = first_row[item_tile]
-        work[1:, 2] = num_rows[item_tile]
+        tile = np.repeat(np.arange(len(seq)), num_items)  # of each item
+        split = np.arange(len(tile)) - (num_items.cumsum() - num_items)[tile]
+        work = np.zeros((1 + len(tile), WORK_COLUMNS), np.int32)
+        work[0, 0] = len(tile)
+        work[1:, 0] = seq[tile]
+        work[1:, 1] = first_row[tile]
+        work[1:, 2] = num_rows[tile]
         work[1:, 3] = split * KV_SPLIT
-        work[1:, 4] = np.minimum((split + 1) * KV_SPLIT, num_keys[item_tile])
-        work[1:, 5] = np.where(num_splits[item_tile] > 1, first_slot[item_tile] + split, -1)
+        work[1:, 4] = np.where(is_split[tile], np.minimum((split + 1) * KV_SPLIT, num_keys[tile]), num_keys[tile])
+        work[1:, 5] = np.where(is_split[tile], first_slot[tile] + split * num_rows[tile], -1)
+        work[1:, 6] = np.where(is_split, is_split.cumsum() - 1, -1)[tile]
 
-        is_split = num_splits > 1
         merge = np.zeros((1 + int(is_split.sum()), MERGE_COLUMNS), np.int32)
         merge[0, 0] = len(merge) - 1
         merge[1:] = np.stack((seq, first_row, first_slot, num_splits), 1)[is_split]
-        num_slots = int(num_splits[is_split].sum())
-        floats_per_slot = shape.num_kv_heads * self.rows_per_item * (shape.head_dim + 2)  # accumulator, max, sum
-        return AttentionPlan(work, merge, num_slots * floats_per_slot)
+        num_places = int(end_slot[-1]) if len(end_slot) else 0
+        return AttentionPlan(work, merge, num_places * shape.num_kv_heads * (shape.head_dim + 2))

@@ -28,6 +28,10 @@ class KVLayout(ABC):
         """Shapes of one layer's K tensor and V tensor."""
 
     @abstractmethod
+    def block_size(self, k_cache: Tensor) -> int:
+        """Tokens of a block."""
+
+    @abstractmethod
     def read_blocks(self, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the blocks in order, copies [len(block_ids) * block_size, num_kv_heads, head_dim]."""
 
@@ -45,12 +49,15 @@ class PlainLayout(KVLayout):
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         return shape, shape
 
+    def block_size(self, k_cache: Tensor) -> int:
+        return k_cache.shape[2]
+
     def read_blocks(self, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (cache[block_ids.long()].transpose(1, 2).flatten(0, 1) for cache in (k_cache, v_cache))
         return k, v
 
     def write_slots(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        block_size = k_cache.shape[2]
+        block_size = self.block_size(k_cache)
         blocks, offsets = slots // block_size, slots % block_size
         k_cache[blocks, :, offsets] = k
         v_cache[blocks, :, offsets] = v
@@ -69,6 +76,9 @@ class CpuLayout(KVLayout):
             (num_blocks, num_kv_heads, block_size // 2, head_dim, 2),
         )
 
+    def block_size(self, k_cache: Tensor) -> int:
+        return k_cache.shape[3]
+
     def read_blocks(self, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         k, v = k_cache[block_ids.long()], v_cache[block_ids.long()]
         if k_cache.dtype == torch.float32:
@@ -78,7 +88,7 @@ class CpuLayout(KVLayout):
         return k.flatten(0, 1), v.flatten(0, 1)
 
     def write_slots(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        block_size = k_cache.shape[3]
+        block_size = self.block_size(k_cache)
         blocks, offsets = slots // block_size, slots % block_size
         if k_cache.dtype == torch.float32:
             k_cache[blocks, :, :, offsets] = k

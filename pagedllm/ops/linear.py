@@ -73,7 +73,7 @@ def packed_linear(
     residual: [M, num_columns] of x's type, may be `out` itself, or None
     out:      [M, num_columns] of x's type or float32; num_columns is N (N / 2 if gated) without the padding
     activation: an Activation
-    Each accumulator is float32 and runs over all of K in order.
+    Sums are float32 and run over K in order, in chunks that depend on K alone.
     """
     k = x.shape[1]
     product = x.float() @ unpack(weight)[:, :k].float().T  # [M, N padded]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pagedllm.model.hf_config import ConfigReader
 
+MAX_LAYERS = 4096  # far above any model, and a list of them fits in memory
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -39,7 +41,7 @@ def read_sizes(reader: ConfigReader, *, default_head_dim: int | None) -> Sizes:
     return Sizes(
         hidden_size=hidden_size,
         intermediate_size=reader.integer("intermediate_size"),
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=reader.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

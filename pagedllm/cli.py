@@ -1,0 +1,189 @@
+"""The command line: `pagedllm run | doctor | bench | --version`.
+
+stdout carries results only; notices, progress and summary go to stderr. Exit codes: 0 done, 1 could not run or finish,
+2 refused before any work, 3 rows failed, 130 and 143 interrupted. Arguments and files are checked before torch is
+imported and before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pagedllm
+from pagedllm import flags
+from pagedllm.config import EngineConfig
+from pagedllm.errors import LibraryError, PagedLLMError
+
+if TYPE_CHECKING:
+    from pagedllm.jobs.runner import Job
+
+DONE, FAILED, REFUSED, ROWS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(argv)
+    args = parser.parse_args(flags.with_dashes(argv))
+    args.argv = argv
+    command: Callable[[argparse.Namespace], int] = args.command
+    with log_on_stderr(is_quiet=getattr(args, "quiet", True)), termination_raises():
+        return command(args)
+
+
+def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagedllm", description="Offline batch inference of language models.")
+    parser.add_argument("--version", action="version", version=f"pagedllm {pagedllm.__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | doctor | bench")
+    run = commands.add_parser(
+        "run",
+        help="run a file of prompts",
+        description="Reads one JSON object a line, with `prompt` or `messages` and perhaps `sampling_params`, and "
+        "writes each with its output: all its fields, then output, finish_reason, stop_reason, prompt_tokens, "
+        "completion_tokens, error and row.",
+    )
+    run.add_argument("-i", "--input", required=True, metavar="IN", help="JSON lines; - is stdin")
+    run.add_argument("-o", "--output", required=True, metavar="OUT", help="JSON lines; - is stdout")
+    run.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
+    run.add_argument(
+        "--if-exists",
+        choices=("resume", "overwrite", "fail"),
+        help="what to do if OUT exists; default: refuse (resume is not supported yet)",
+    )
+    flags.add_llm_flags(run)
+    flags.add_sampling_flags(run)
+    run.set_defaults(command=run_command, parser=run)
+    doctor = commands.add_parser("doctor", help="check this machine and the installation")
+    doctor.set_defaults(command=doctor_command, parser=doctor)
+    bench = commands.add_parser("bench", help="measure speed, beside other engines")
+    if "bench" in argv[:1]:
+        from pagedllm.bench.cli import add_arguments
+
+        add_arguments(bench)
+    bench.set_defaults(command=bench_command)
+    return parser
+
+
+def run_command(args: argparse.Namespace) -> int:
+    from pagedllm.jobs.runner import open_job
+
+    sampling = flags.sampling_arguments(args)
+    with contextlib.ExitStack() as stack:
+        try:
+            llm_arguments = flags.llm_arguments(args)
+            EngineConfig(**llm_arguments)
+            job = stack.enter_context(
+                open_job(args.input, args.output, sampling_params=sampling, if_exists=args.if_exists)
+            )
+        except (PagedLLMError, ValueError, OSError) as error:
+            return complain(error, REFUSED)
+        try:
+            return run_job(job, llm_arguments, args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: Python's exit must not care
+            return FAILED
+        except OSError as error:
+            code = complain(error, FAILED)
+        except (KeyboardInterrupt, Terminated) as interrupt:
+            code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
+        tell_how_to_start_again(job, args.argv)
+        return code
+
+
+def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -> int:
+    """Loads the model and runs the job; returns the exit code."""
+    from pagedllm.jobs.progress import JobProgress, summary
+    from pagedllm.jobs.runner import TooManyFailures
+    from pagedllm.llm import LLM
+
+    try:
+        llm = LLM(**llm_arguments)
+    except LibraryError as error:
+        return complain(error, FAILED)
+    except (PagedLLMError, ValueError, FileNotFoundError) as error:
+        return complain(error, REFUSED)
+    with llm, contextlib.closing(JobProgress(job.count_rows(), args.quiet)) as progress:
+        try:
+            report = llm.run_job(job, progress.show)
+        except TooManyFailures as error:
+            return complain(error, ROWS_FAILED)
+    if not args.quiet:
+        print(summary(report), file=sys.stderr)
+    if report.num_failed and args.quiet:
+        complain(f"{report.num_failed:,} of {report.num_rows:,} rows failed; {report.first_error}", ROWS_FAILED)
+    return ROWS_FAILED if report.num_failed else DONE
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    from pagedllm.doctor import examine
+
+    is_well = True
+    for finding in examine():
+        print(finding, flush=True)
+        is_well = is_well and finding.verdict != "fail"
+    return DONE if is_well else FAILED
+
+
+def bench_command(args: argparse.Namespace) -> int:
+    from pagedllm.bench.cli import run
+
+    try:
+        return run(args)
+    except PagedLLMError as error:
+        return complain(error, FAILED)
+
+
+def complain(problem: BaseException | str, code: int) -> int:
+    print(f"pagedllm: error: {problem}", file=sys.stderr)
+    return code
+
+
+def tell_how_to_start_again(job: Job, argv: Sequence[str]) -> None:
+    """The last line of a run that did not finish."""
+    if job.partial is not None:
+        print(f"pagedllm: the first {job.num_written:,} rows are in {job.partial}", file=sys.stderr)
+    again = [*argv, *(() if "--if-exists" in argv else ("--if-exists", "overwrite"))]
+    print(f"pagedllm: to start again: pagedllm {shlex.join(again)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def log_on_stderr(is_quiet: bool) -> Iterator[None]:
+    """Notices, and unless quiet what the engine tells of itself, as lines of stderr."""
+    logger = logging.getLogger("pagedllm")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("pagedllm: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if is_quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def termination_raises() -> Iterator[None]:
+    """SIGTERM raises Terminated in the block, once: the second one ends the process."""
+
+    def raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

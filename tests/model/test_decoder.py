@@ -1,0 +1,118 @@
+"""What the decoder promises beside the right logits: wanted rows only, one row's independence, no allocation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.model.harness import Sequences, load
+from tests.model.models import VOCAB_SIZE, build, random_ids, save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VIEWS = {"aten.slice.Tensor", "aten.unflatten.int", "aten.view.default", "aten._unsafe_view.default"}
+FAMILIES = ["llama", "qwen3", "gemma3"]
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that run, those inside the twins left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_chosen_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
+    sequences = Sequences(load(save(build(family), tmp_path)))
+    text = random_ids(20)
+    everything = sequences.logits(text)
+    sequences.begin("tail", 20)
+    tail = sequences.step({"tail": text}, num_logits=3)["tail"]
+    torch.testing.assert_close(tail, everything[-3:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_wanted_rows_fills_the_cache(family: str, tmp_path: Path) -> None:
+    sequences = Sequences(load(save(build(family), tmp_path)))
+    text = random_ids(20)
+    sequences.begin("chunked", 20)
+    assert sequences.step({"chunked": text[:13]}, num_logits=0)["chunked"].shape == (0, VOCAB_SIZE)
+    last = sequences.step({"chunked": text[13:]})["chunked"]
+    torch.testing.assert_close(last, sequences.logits(text)[-1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        # embedding, first norm, 2 layers of 8, two gathers, head
+        ("llama", {"packed_linear": 9, "rms_norm": 5, "rope_norm_write_kv": 2, "paged_attention": 2}),
+        # 4 layers of 10
+        (
+            "gemma3",
+            {
+                "packed_linear": 17,
+                "rms_norm": 9,
+                "add_rms_norm": 8,
+                "rope_norm_write_kv": 4,
+                "paged_attention": 4,
+            },
+        ),
+    ],
+)
+def test_a_step_runs_our_operators_and_allocates_nothing(
+    family: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = Sequences(load(save(build(family), tmp_path)))
+    decoder = sequences.decoder
+    recorder = Recorder()
+    forward = decoder.forward
+
+    def recorded(*args: Any) -> torch.Tensor:
+        with recorder:
+            return forward(*args)
+
+    monkeypatch.setattr(decoder, "forward", recorded)
+    sequences.begin("a", 20)
+    sequences.step({"a": random_ids(20)})
+    ours = [name.split(".")[1] for name in recorder.names if name.startswith("pagedllm")]
+    others = {name for name in recorder.names if not name.startswith("pagedllm")}
+    assert {name: ours.count(name) for name in ours} == {"embedding": 1, "gather_rows": 2, **expected}
+    assert others <= VIEWS
+
+
+def test_capping_logits_gives_a_row_the_same_bits_everywhere() -> None:
+    """tanh comes from torch: its vector loop must not depend on where a row lies."""
+    generator = torch.Generator().manual_seed(0)
+    row = 40 * torch.randn(1003, generator=generator)
+    alone = (row / 30).tanh_().mul_(30)
+    for num_rows in (1, 2, 3, 7, 64):
+        for place in {0, num_rows // 2, num_rows - 1}:
+            batch = torch.randn(num_rows, 1003, generator=generator)
+            batch[place] = row
+            batch.div_(30).tanh_().mul_(30)
+            assert torch.equal(batch[place], alone)
+
+
+def test_close_gives_the_weights_back_while_a_tensor_is_still_held(tmp_path: Path) -> None:
+    decoder = load(save(build("llama"), tmp_path))
+    held = decoder.head.weight
+    assert held.abs().sum() > 0
+    decoder.close()
+    assert held.abs().sum() == 0
+
+
+def test_two_decoders_do_not_touch_each_other(tmp_path: Path) -> None:
+    first = Sequences(load(save(build("llama", seed=1), tmp_path / "a")))
+    text = random_ids(20)
+    before = first.logits(text)
+    second = Sequences(load(save(build("gemma3", seed=2), tmp_path / "b")))
+    second.logits(text)
+    assert torch.equal(first.logits(text), before)

@@ -1,0 +1,330 @@
+"""The command line: flags, streams, exit codes, interrupts. Over the engine without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pagedllm import SamplingParams, __version__, cli, flags
+from pagedllm.config import EngineConfig
+from pagedllm.doctor import Finding
+from pagedllm.errors import LibraryError, ModelError
+from tests.fake_assembly import fake_assemble
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
+SLOW = """
+import sys, time
+import pagedllm.llm
+from tests.fake_assembly import fake_assemble
+from pagedllm.cli import main
+
+def assemble(config):
+    assembly = fake_assemble(config)
+    assembly.runtime.script = lambda step, plan: time.sleep(0.02)
+    return assembly
+
+pagedllm.llm.assemble = assemble
+sys.exit(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+
+
+@pytest.fixture
+def files(tmp_path):
+    input = tmp_path / "in.jsonl"
+    input.write_text('{"prompt": "a", "id": 1}\n{"prompt": "b"}\n')
+    return input, tmp_path / "out.jsonl"
+
+
+def run(*arguments) -> int:
+    """The exit code, also where argparse ends."""
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        return end.code
+
+
+def run_files(files, *arguments) -> int:
+    return run("run", "-m", "fake", "-i", files[0], "-o", files[1], *arguments)
+
+
+def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
+    assert run_files(files, "--max-tokens", 3, "--temperature", 0) == 0
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert [list(row) for row in rows] == [["prompt", "id", *COLUMNS], ["prompt", *COLUMNS]]
+    assert [row["completion_tokens"] for row in rows] == [3, 3]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == "rows         2: 0 failed, 2 cut by a length"
+    assert [line.partition("  ")[0] for line in err.splitlines()] == [
+        "rows",
+        "time",
+        "tokens",
+        "prefix hits",
+        "KV cache",
+        "preemptions",
+    ]
+    assert "peak 2 of 512 blocks of 16 tokens" in err
+
+
+def test_quiet_says_nothing(files, capsys):
+    assert run_files(files, "-q", "--max-tokens", 3) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_results_go_to_stdout_and_nothing_else_does(files, capfd):
+    assert run("run", "-m", "fake", "-i", files[0], "-o", "-", "--max-tokens", 3) == 0
+    out, err = capfd.readouterr()
+    assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1]
+    assert "rows         2" in err
+
+
+def test_failed_rows_give_exit_code_3(files, capsys):
+    files[0].write_text('{"prompt": "a"}\n{\n')
+    assert run_files(files, "--max-tokens", 3) == 3
+    assert len(files[1].read_text().splitlines()) == 2
+    assert "2: 1 failed" in capsys.readouterr().err
+    assert run_files(files, "--max-tokens", 3, "-q", "--if-exists", "overwrite") == 3
+    assert "1 of 2 rows failed; row 1: invalid_json_line" in capsys.readouterr().err
+
+
+def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
+    files[0].write_text("{\n" * 200)
+    assert run_files(files) == 3
+    assert "the first 100 rows all failed; row 0: invalid_json_line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--top-p", "7"], "top_p must be in (0, 1], got 7.0"),
+        (["--block-size", "24"], "block_size must be a power of two from 8 to 128, got 24"),
+        (["--max-tokens", "x"], "argument --max-tokens: invalid int or none value: 'x'"),
+        (["--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid list of ints value: '1,x'"),
+        (["--logit-bias", "[1]"], "argument --logit-bias: invalid JSON object value: '[1]'"),
+        (["--n", "2"], "n=2 is not supported yet"),
+        (["--logprobs", "2"], "logprobs in files are not supported yet"),
+        (["--if-exists", "resume"], "if_exists='resume' is not supported yet"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_exit_code_2(files, capsys, arguments, text):
+    assert run_files(files, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert text in err
+    assert (out, list(files[0].parent.iterdir())) == ("", [files[0]])
+
+
+def test_files_are_checked_before_the_model_loads(files, capsys, monkeypatch):
+    monkeypatch.setattr("pagedllm.llm.assemble", None)
+    input, output = files
+    output.write_text("old")
+    (input.parent / "link").symlink_to(input)
+    assert run_files(files) == 2
+    assert "the output exists" in capsys.readouterr().err
+    assert run_files((input, input.parent / "link"), "--if-exists", "overwrite") == 2
+    assert "are the same file" in capsys.readouterr().err
+    assert run_files((input, input.parent / "missing" / "out")) == 2
+    assert "the output's folder does not exist" in capsys.readouterr().err
+    assert run_files((input.parent / "missing", input.parent / "out")) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert output.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelError("x/config.json is missing"), 2),
+        (ValueError("max_model_len=9 does not fit"), 2),
+        (LibraryError("the kernels x do not exist; build them"), 1),
+    ],
+)
+def test_a_model_that_does_not_load_is_one_line_and_leaves_no_file(files, capsys, monkeypatch, error, code):
+    def fail(config):
+        raise error
+
+    monkeypatch.setattr("pagedllm.llm.assemble", fail)
+    assert run_files(files) == code
+    assert capsys.readouterr().err == f"pagedllm: error: {error}\n"
+    assert list(files[0].parent.iterdir()) == [files[0]]
+
+
+def test_a_full_disk_ends_with_exit_code_1_and_says_how_to_start_again(files, capsys):
+    assert run("run", "-m", "fake", "-i", files[0], "-o", "/dev/full") == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "pagedllm: error: [Errno 28] No space left on device"
+    assert err[-1] == (
+        f"pagedllm: to start again: pagedllm run -m fake -i {files[0]} -o /dev/full --if-exists overwrite"
+    )
+
+
+def test_every_llm_field_has_the_flag_of_its_name_and_its_default():
+    args = cli.make_parser([]).parse_args(["run", "-m", "x", "-i", "a", "-o", "b"])
+    assert flags.llm_arguments(args) == {
+        field.name: "x" if field.name == "model" else field.default for field in fields(EngineConfig)
+    }
+    assert flags.sampling_arguments(args) == {}
+
+
+def test_every_sampling_field_has_the_flag_of_its_name():
+    values = {
+        "n": "1",
+        "temperature": "0.5",
+        "top_p": "0.5",
+        "top_k": "3",
+        "min_p": "0.1",
+        "presence_penalty": "0.1",
+        "frequency_penalty": "0.2",
+        "repetition_penalty": "1.1",
+        "max_tokens": "none",
+        "min_tokens": "2",
+        "stop": "x",
+        "stop_token_ids": "1,2",
+        "include_stop_str_in_output": None,
+        "ignore_eos": None,
+        "detokenize": None,
+        "skip_special_tokens": None,
+        "spaces_between_special_tokens": None,
+        "logprobs": "3",
+        "prompt_logprobs": "3",
+        "logit_bias": '{"5": 1}',
+        "bad_words": "x",
+        "allowed_token_ids": "1",
+        "structured_outputs": "x",
+    }
+    assert {*values, *flags.NO_SAMPLING_FLAG} == {field.name for field in fields(SamplingParams)}
+    arguments = ["run", "-m", "x", "-i", "a", "-o", "b"]
+    for name, value in values.items():
+        arguments += ["--" + name.replace("_", "-")] + ([] if value is None else [value])
+    given = flags.sampling_arguments(cli.make_parser([]).parse_args(arguments))
+    assert set(given) == set(values)
+    assert (given["max_tokens"], given["stop"], given["stop_token_ids"]) == (None, ["x"], [1, 2])
+    assert (given["logit_bias"], given["ignore_eos"], given["temperature"]) == ({"5": 1}, True, 0.5)
+
+
+def test_flags_may_have_underscores_and_switches_a_no(files):
+    assert flags.with_dashes(["--max_tokens=3_0", "-i", "a_b", "--", "--x_y"]) == [
+        "--max-tokens=3_0",
+        "-i",
+        "a_b",
+        "--",
+        "--x_y",
+    ]
+    args = cli.make_parser([]).parse_args(["run", "-m", "x", "-i", "a", "-o", "b", "--no-enable-prefix-caching"])
+    assert args.enable_prefix_caching is False
+
+
+def test_help_of_every_command_is_printed(capsys):
+    for command in ([], ["run"], ["doctor"], ["bench"], ["bench", "throughput"]):
+        assert run(*command, "--help") == 0
+        assert capsys.readouterr().out.startswith("usage: pagedllm")
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"pagedllm {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--top-p", "x"], ["run", "--help"], ["nonsense"]])
+def test_version_help_and_wrong_arguments_import_no_torch(arguments):
+    script = (
+        "import sys\nfrom pagedllm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'tokenizers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_refused_job_imports_no_torch(tmp_path):
+    script = "import sys\nfrom pagedllm.cli import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
+    arguments = ["run", "-m", "x", "-i", str(tmp_path / "missing"), "-o", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+
+
+def test_doctor_prints_findings_and_fails_if_one_does(capsys, monkeypatch):
+    findings = [Finding("ok", "torch", "2.13"), Finding("warn", "gguf", "missing", "pip install gguf")]
+    monkeypatch.setattr("pagedllm.doctor.examine", lambda: iter(findings))
+    assert run("doctor") == 0
+    assert capsys.readouterr().out == "ok    torch         2.13\nwarn  gguf          missing -> pip install gguf\n"
+    findings.append(Finding("fail", "kernels", "missing", "build them"))
+    assert run("doctor") == 1
+
+
+def start_slow(tmp_path, *arguments, **options) -> subprocess.Popen:
+    """A run of 500 rows at 20 ms a step, 8 at a time."""
+    input = tmp_path / "in.jsonl"
+    input.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(500)))
+    command = [sys.executable, "-c", SLOW, "run", "-m", "fake", "-i", str(input), "--max-tokens", "3", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+
+
+def wait_for_rows(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline, "no rows came"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_whole_rows_and_says_how_to_start_again(tmp_path, number, code):
+    process = start_slow(tmp_path, "-o", str(tmp_path / "out.jsonl"))
+    partial = tmp_path / "out.jsonl.partial"
+    wait_for_rows(partial, 10)
+    process.send_signal(number)
+    err = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == code
+    rows = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert [row["row"] for row in rows] == list(range(len(rows)))
+    assert len(rows) < 500
+    assert err[-2] == f"pagedllm: the first {len(rows)} rows are in {partial}"
+    assert err[-1].startswith("pagedllm: to start again: pagedllm run -m fake -i")
+    assert not any("Traceback" in line for line in err)
+
+
+def test_killed_at_any_moment_whole_rows_are_on_disk(tmp_path):
+    process = start_slow(tmp_path, "-o", str(tmp_path / "out.jsonl"))
+    partial = tmp_path / "out.jsonl.partial"
+    wait_for_rows(partial, 10)
+    process.kill()
+    process.communicate(timeout=30)
+    rows = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert [row["row"] for row in rows] == list(range(len(rows)))
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    process = start_slow(tmp_path, "-o", "-", "-q", stdout=subprocess.PIPE)
+    assert json.loads(process.stdout.readline())["row"] == 0
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(30) == 1
+
+
+def test_rows_come_from_stdin(tmp_path):
+    command = [sys.executable, "-c", SLOW, "run", "-m", "fake", "-i", "-", "-o", "-", "-q", "--max-tokens", "2"]
+    done = subprocess.run(command, cwd=ROOT, input=b'{"prompt": "a"}\n', capture_output=True, check=True)
+    assert json.loads(done.stdout)["completion_tokens"] == 2
+
+
+def test_python_m_pagedllm_is_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "pagedllm", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"pagedllm {__version__}\n"
+
+
+def test_environment_is_left_alone(files):
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    run_files(files, "-q", "--max-tokens", 1)
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
