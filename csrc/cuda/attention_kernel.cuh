@@ -340,6 +340,7 @@ class AttentionBlock {
 
   // The split's result, joined with what came before, to the workspace. All threads of a row write the same state.
   __device__ __forceinline__ void save() {
+    __syncwarp();  // all threads of a row have read what is overwritten
     for_each_row([&](int i, int h, int row) {
       const Partial<D> partial = partial_of(row);
       *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);

@@ -99,6 +99,12 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return r;
 }
 
+__device__ __forceinline__ void add_shared(uint32_t* target, uint32_t value) { atomicAdd(target, value); }
+__device__ __forceinline__ void add_shared(uint64_t* target, uint64_t value) {
+  static_assert(sizeof(uint64_t) == sizeof(unsigned long long));
+  atomicAdd(reinterpret_cast<unsigned long long*>(target), static_cast<unsigned long long>(value));
+}
+
 // threadIdx.x, read anew: what is computed from it is not kept in registers across a loop.
 __device__ __forceinline__ int thread_index() {
   int index;

@@ -142,9 +142,14 @@ void cp_async_wait(int pending_groups, const char* file, int line) {
   for (size_t& group : me->groups) group -= num_copies;
 }
 
-void atomic_access(const void* address, int bytes, const char* file, int line) {
+// Fibres of one OS thread: nothing can come between the read and the write.
+template <class T>
+static void add(T* address, T value, const char* file, int line) {
   ++counters.atomics;
-  mark_atomic(address, bytes, file, line);
+  mark_atomic(address, sizeof(T), file, line);
+  *address += value;
 }
+void atomic_add(uint32_t* address, uint32_t value, const char* file, int line) { add(address, value, file, line); }
+void atomic_add(uint64_t* address, uint64_t value, const char* file, int line) { add(address, value, file, line); }
 
 }  // namespace simt

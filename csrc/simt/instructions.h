@@ -46,6 +46,11 @@ inline uint32_t pack(float low, float high) {
   return to_bits(low, T{}) | to_bits(high, T{}) << 16;
 }
 
+template <class T>
+inline void add_shared(T* target, T value, SIMT_HERE) {
+  simt::atomic_add(target, value, file, line);
+}
+
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
 
 template <class Params>

@@ -103,7 +103,8 @@ void* shared_memory();
 void cp_async(void* shared, const void* global, int bytes, int source_bytes, const char* file, int line);
 void cp_async_commit();
 void cp_async_wait(int pending_groups, const char* file, int line);
-void atomic_access(const void* address, int bytes, const char* file, int line);
+void atomic_add(uint32_t* address, uint32_t value, const char* file, int line);
+void atomic_add(uint64_t* address, uint64_t value, const char* file, int line);
 [[noreturn]] void fail(const char* format, ...);
 
 struct Shuffle {
@@ -190,13 +191,6 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate, SIMT_HERE) {
 }
 inline bool __any_sync(unsigned mask, bool predicate, SIMT_HERE) {
   return __ballot_sync(mask, predicate, file, line) != 0;
-}
-
-template <class T>
-T atomicAdd(T* address, T value, SIMT_HERE) {
-  simt::atomic_access(address, sizeof(T), file, line);
-  // fibres of one OS thread: nothing can come between the two
-  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedllm.ops.attention import AttentionMetadata, AttentionShape, paged_attention_with
+from pagedllm.ops.attention import AttentionMetadata, AttentionShape
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 
 NAN = math.nan
@@ -30,7 +30,6 @@ class AttentionCase:
     has_sinks: bool = False
     deterministic: bool = True
     seed: int = 0
-    spread: float = 1.0  # of q: larger values make one key dominate
 
     @property
     def shape(self) -> AttentionShape:
@@ -39,9 +38,6 @@ class AttentionCase:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
-
-    def with_(self, **changes: object) -> AttentionCase:
-        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -64,21 +60,29 @@ class Batch:
         backend.attend(self.out, self.q, self.kv_cache, self.metadata, 0, self.sinks, c.scale, c.softcap, c.window)
         return self.out
 
-    def expected(self, dtype: torch.dtype = torch.float64) -> Tensor:
+    def expected(self) -> Tensor:
         """Plain softmax in float64."""
+        return self._plain(torch.float64)
+
+    def by_torch(self) -> Tensor:
+        """As models' eager attention computes it: products in the case's type, softmax in float32."""
+        return self._plain(self.case.dtype)
+
+    def _plain(self, dtype: torch.dtype) -> Tensor:
         c, m = self.case, self.metadata
-        out = torch.zeros(self.q.shape, dtype=torch.float64)
+        softmax_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        out = torch.zeros(self.q.shape, dtype=dtype)
         begin = 0
         for seq, (num_new, length) in enumerate(zip(c.q_lens, c.seq_lens, strict=True)):
             if num_new == 0:
                 continue
             num_blocks = -(-length // c.block_size)
             k, v = (
-                cache[m.block_tables[0][seq, :num_blocks].long()].transpose(1, 2).flatten(0, 1)[:length].double()
+                cache[m.block_tables[0][seq, :num_blocks].long()].transpose(1, 2).flatten(0, 1)[:length].to(dtype)
                 for cache in self.kv_cache
             )
             k, v = (x.repeat_interleave(c.num_q_heads // c.num_kv_heads, 1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", self.q[begin : begin + num_new].double(), k) * c.scale
+            scores = torch.einsum("qhd,khd->hqk", self.q[begin : begin + num_new].to(dtype), k) * c.scale
             if c.softcap:
                 scores = c.softcap * torch.tanh(scores / c.softcap)
             query, key = torch.arange(length - num_new, length)[:, None], torch.arange(length)[None]
@@ -87,20 +91,11 @@ class Batch:
                 is_visible &= key > query - c.window
             scores = scores.masked_fill(~is_visible, -math.inf)
             if self.sinks is not None:
-                sinks = self.sinks.double()[:, None, None].expand(-1, num_new, 1)
+                sinks = self.sinks.to(dtype)[:, None, None].expand(-1, num_new, 1)
                 scores = torch.cat((scores, sinks), -1)
-            weights = scores.softmax(-1)[..., :length]
+            weights = scores.softmax(-1, dtype=softmax_dtype).to(dtype)[..., :length]
             out[begin : begin + num_new] = torch.einsum("hqk,khd->qhd", weights, v)
             begin += num_new
-        return out
-
-    def twin(self) -> Tensor:
-        c, m = self.case, self.metadata
-        out = torch.full_like(self.q, NAN)
-        paged_attention_with(
-            CudaAttentionBackend.layout, out, self.q, *self.kv_cache, m.block_tables[0].clamp(0, len(self.kv_cache[0]) - 1),
-            m.cu_seqlens_q, m.seq_lens, self.sinks, c.scale, c.softcap, c.window,
-        )  # fmt: skip
         return out
 
 
@@ -122,7 +117,7 @@ def make_batch(case: AttentionCase) -> Batch:
             num_keys = min(c.block_size, length - index * c.block_size)
             for cache in (k_cache, v_cache):
                 cache[block, :, :num_keys] = torch.randn(c.num_kv_heads, num_keys, c.head_dim, generator=generator).to(c.dtype)
-    q = (torch.randn(sum(c.q_lens), c.num_q_heads, c.head_dim, generator=generator) * c.spread).to(c.dtype)
+    q = (torch.randn(sum(c.q_lens), c.num_q_heads, c.head_dim, generator=generator)).to(c.dtype)
     sinks = torch.randn(c.num_q_heads, generator=generator) if c.has_sinks else None
     return Batch(c, q, (k_cache, v_cache), make_metadata(c, block_table), sinks)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.simt.emulator import Emulator, build
 
@@ -10,6 +11,15 @@ from tests.simt.emulator import Emulator, build
 @pytest.fixture(scope="session")
 def loaded_emulator() -> Emulator:
     return Emulator(build())
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The tensors are small: threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

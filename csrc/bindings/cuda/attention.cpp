@@ -1,6 +1,6 @@
 #include "cuda/attention.h"
 
-#include "bindings/cuda/device_call.h"
+#include "bindings/cuda/caches.h"
 
 namespace pagedllm {
 namespace {
@@ -10,18 +10,6 @@ void check_heads(const Argument& x) {  // [tokens, heads, head_dim] with heads a
   if (x.stride(2) != 1 || x.stride(1) != x.size(2) || x.stride(0) % 8 != 0 ||
       reinterpret_cast<uintptr_t>(x.data<void>()) % 16 != 0)
     x.fail("must have contiguous heads and tokens that begin at multiples of 16 bytes");
-}
-
-int32_t block_shift(const Argument& cache) {
-  for (int32_t shift = 3; shift <= 7; ++shift) {
-    if (cache.size(2) == int64_t{1} << shift) return shift;
-  }
-  cache.fail("must have a block size of 8, 16, 32, 64 or 128 in dimension 2");
-}
-
-int32_t narrow(const Argument& argument, int64_t stride) {
-  if (stride > INT32_MAX) argument.fail("must have strides below 2^31 elements");
-  return static_cast<int32_t>(stride);
 }
 
 void check_list(const Argument& list, int64_t columns) {  // a header row, then items
@@ -44,21 +32,11 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
 
   check_heads(q);
   check_heads(out);
-  const ElementType type = element_type(q, false);
-  const int64_t head_dim = q.size(2), num_seqs = seq_lens.size(0);
-  out.type(q.type()).shape({q.size(0), q.size(1), head_dim});
-  if (head_dim != 64 && head_dim != 80 && head_dim != 96 && head_dim != 112 && head_dim != 128 && head_dim != 256)
-    q.fail("must have a head_dim of 64, 80, 96, 112, 128 or 256");
-  k_cache.type(q.type()).dim(4);
-  v_cache.type(q.type()).shape({k_cache.size(0), k_cache.size(1), k_cache.size(2), head_dim});
-  k_cache.shape({k_cache.size(0), k_cache.size(1), k_cache.size(2), head_dim});
-  for (const Argument* cache : {&k_cache, &v_cache}) {
-    if (cache->stride(3) != 1 || cache->stride(2) != head_dim) cache->fail("must have the tokens of a block side by side");
-    if (cache->stride(0) != k_cache.stride(0) || cache->stride(1) != k_cache.stride(1)) cache->fail("must have the strides of k_cache");
-    if (cache->stride(0) % 8 != 0 || cache->stride(1) % 8 != 0) cache->fail("must have heads that begin at multiples of 16 bytes");
-  }
-  const int64_t num_kv_heads = k_cache.size(1);
-  if (num_kv_heads == 0 || q.size(1) % num_kv_heads != 0) q.fail("must have a multiple of the caches' KV heads");
+  const CacheLayout layout = check_caches(k_cache, v_cache);
+  q.type(k_cache.type()).shape({q.size(0), q.size(1), layout.head_dim});
+  out.type(q.type()).shape({q.size(0), q.size(1), layout.head_dim});
+  if (layout.num_kv_heads == 0 || q.size(1) % layout.num_kv_heads != 0) q.fail("must have a multiple of the caches' KV heads");
+  const int64_t num_seqs = seq_lens.size(0);
   block_table.type(ScalarType::Int).rows();
   if (block_table.size(0) < num_seqs) block_table.fail("must have a row for each sequence");
   cu_seqlens_q.type(ScalarType::Int).shape({num_seqs + 1}).contiguous();
@@ -85,13 +63,13 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
   });
   params.q_stride = q.stride(0);
   params.out_stride = out.stride(0);
-  params.cache_block_stride = narrow(k_cache, k_cache.stride(0));
-  params.cache_head_stride = narrow(k_cache, k_cache.stride(1));
-  params.block_table_stride = narrow(block_table, block_table.stride(0));
-  params.num_kv_heads = static_cast<int32_t>(num_kv_heads);
-  params.group = static_cast<int32_t>(q.size(1) / num_kv_heads);
-  params.head_dim = static_cast<int32_t>(head_dim);
-  params.block_shift = block_shift(k_cache);
+  params.cache_block_stride = static_cast<int32_t>(layout.block_stride);
+  params.cache_head_stride = static_cast<int32_t>(layout.head_stride);
+  params.block_table_stride = static_cast<int32_t>(block_table.stride(0));
+  params.num_kv_heads = layout.num_kv_heads;
+  params.group = static_cast<int32_t>(q.size(1) / layout.num_kv_heads);
+  params.head_dim = layout.head_dim;
+  params.block_shift = layout.block_shift;
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap);
   params.window = static_cast<int32_t>(window);
@@ -99,7 +77,7 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
   params.max_merge = static_cast<int32_t>(merge.size(0) - 1);
   // row_tiles() in pagedllm/ops/cuda_attention.py: with a token a sequence all items have 16 rows
   params.has_long_items = q.size(0) > num_seqs || params.group > 16;
-  params.is_bf16 = type == ElementType::kBFloat16;
+  params.is_bf16 = element_type(q, false) == ElementType::kBFloat16;
   call.check(paged_attention(params, call.stream()));
 }
 

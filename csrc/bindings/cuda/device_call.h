@@ -3,10 +3,11 @@
 #pragma once
 #include "bindings/checks.h"
 #include "bindings/registration.h"
+#include "cuda/element_type.h"
 
 namespace pagedllm {
 
-enum class ElementType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
 
 class DeviceCall {
  public:
@@ -43,6 +44,7 @@ class DeviceCall {
 
 // bfloat16 or float16, and with `allows_float32` float32; else an error that names the argument.
 ElementType element_type(const Argument& argument, bool allows_float32);
+constexpr int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 // Rows that kernels read 16 bytes at a time: strided rows of `width` elements, each beginning at a multiple of 16 bytes.
 void check_vector_rows(const Argument& argument, int64_t element_bytes);
 
