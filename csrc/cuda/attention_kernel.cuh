@@ -338,17 +338,18 @@ class AttentionBlock {
     return Partial<D>(p, item.work().slot + row / kSlotRows * item.work().slot_stride, item.kv_head);
   }
 
-  // The split's result, joined with what came before, to the workspace. All threads of a row write the same state.
+  // The split's result, joined with what came before, to the workspace.
   __device__ __forceinline__ void save() {
-    __syncwarp();  // all threads of a row have read what is overwritten
+    __syncwarp();  // all threads of a row have read the state that one of them overwrites
+    const bool has_state = thread_index() % 4 == 0 && (!S::kSharesRows || warp_index() == 0);
     for_each_row([&](int i, int h, int row) {
       const Partial<D> partial = partial_of(row);
-      *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);
+      if (has_state) *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);
       float2* accumulators = partial.accumulators(row % kSlotRows, first_column());
       for_each_column([&](int n, int chunk) { accumulators[chunk * 4] = make_float2(o[i][n][2 * h], o[i][n][2 * h + 1]); });
     });
   }
-  // What save() left there, by this same thread.
+  // What save() left there; barriers lie between.
   __device__ __forceinline__ void join_carry() {
     for_each_row([&](int i, int h, int row) {
       const Partial<D> carry = partial_of(row);

@@ -2,8 +2,8 @@
 // load and store; the sanitizer's own library is not linked, the bodies are here:
 //   bounds        a global access falls into one registered tensor, a shared one into the block's bytes
 //   initialised   no read of shared bytes that nothing wrote
-//   races         two threads of a block on the same shared bytes, without a barrier (or, in one warp, a __syncwarp)
-//                 between; two blocks of a launch on the same global bytes, one of them writing
+//   races         two threads of a block on the same bytes, without a barrier (or, in one warp, a __syncwarp) between;
+//                 two blocks of a launch on the same global bytes after one of them wrote
 //   cp.async      no touch of bytes whose copy has not been waited for
 // It also counts each tensor's bytes read and written, and on request profiles accesses (access_profile.h).
 #include <link.h>
@@ -28,12 +28,19 @@ struct Cell {
 };
 Cell cells[kSharedBytes / kGrain];
 
+constexpr int kGlobalGrain = 4;
+struct GlobalCell {  // who wrote last
+  uint64_t launch, block;
+  uint32_t epoch, warp_epoch;
+  int thread;
+};
+
 struct Tensor {
   uintptr_t begin, end;
   std::string name;
   bool is_writable;
   uint64_t bytes_read = 0, bytes_written = 0;
-  std::vector<uint64_t> writers;  // of each grain: launch << 32 | block + 1
+  std::vector<GlobalCell> cells;  // if writable
 };
 std::vector<Tensor> tensors;
 size_t last_hit = 0;
@@ -164,13 +171,20 @@ void access_global(const Access& a) {
     if (a.is_write) report("write to a tensor that is only read", a);
     return;
   }
-  const uint64_t me = launch_id << 32 | (block_number() + 1);
-  const size_t first = (a.address - tensor->begin) / kGrain;
-  for (size_t i = first; i < first + static_cast<size_t>((a.bytes + kGrain - 1) / kGrain); ++i) {
-    uint64_t& writer = tensor->writers[i];
-    if (writer >> 32 == launch_id && writer != me)
-      report("race between blocks", a, "; block " + std::to_string((writer & 0xffffffffu) - 1) + " of this launch wrote it");
-    if (a.is_write) writer = me;
+  const Fiber& me = *current_fiber();
+  const uint32_t warp_epoch = block.warps[me.warp].epoch;
+  const GlobalCell mine{launch_id, block_number(), block.epoch, warp_epoch, me.linear};
+  const size_t first = (a.address - tensor->begin) / kGlobalGrain;
+  for (size_t i = first; i < first + static_cast<size_t>((a.bytes + kGlobalGrain - 1) / kGlobalGrain); ++i) {
+    GlobalCell& cell = tensor->cells[i];
+    if (cell.launch == launch_id && cell.block != mine.block)
+      report("race between blocks", a, "; block " + std::to_string(cell.block) + " of this launch wrote it");
+    const bool is_ordered = cell.launch != launch_id || cell.thread == me.linear || cell.epoch != block.epoch ||
+                            (cell.thread / 32 == me.warp && cell.warp_epoch < warp_epoch);
+    if (!is_ordered)
+      report(a.is_write ? "race (write after write)" : "race (read after write)", a,
+             "; thread " + std::to_string(cell.thread) + " wrote it, no barrier since");
+    if (a.is_write) cell = mine;
   }
 }
 
@@ -258,7 +272,7 @@ static void hook(const void* address, int bytes, bool is_write, const void* pc) 
 SIMT_API void simt_register(const void* data, uint64_t bytes, const char* name, int is_writable) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
   simt::tensors.push_back({begin, begin + bytes, name, is_writable != 0, 0, 0, {}});
-  if (is_writable) simt::tensors.back().writers.resize(bytes / simt::kGrain + 1);
+  if (is_writable) simt::tensors.back().cells.resize(bytes / simt::kGlobalGrain + 1);
 }
 SIMT_API void simt_unregister_all() {
   simt::tensors.clear();
