@@ -149,12 +149,12 @@ class Machine:
         dtype, count = TYPES[i.parts[-1]], _vector_size(i)
         size, at, writes = np.dtype(dtype).itemsize * count, str(i), self.targets(i.operands[0])
         if "param" in i.parts:
-            offset = int(self.address(i.operands[1], np.uint64)(np.zeros(1, np.int64))[0])
-            values = self.params[offset : offset + size].view(dtype)
+            offset = self.address(i.operands[1], np.uint64)  # a thread may choose among parameters
 
             def load_params(lanes: Lanes) -> None:
-                for write, value in zip(writes, values, strict=True):
-                    write(lanes, np.full(len(lanes), value))
+                raw = self.params[offset(lanes).astype(np.int64)[:, None] + np.arange(size)]
+                for column, write in enumerate(writes):
+                    write(lanes, np.ascontiguousarray(raw.view(dtype)[:, column]))
 
             return load_params
         is_shared = "shared" in i.parts
