@@ -17,6 +17,7 @@ extern template int launch_attention_of<256>(const PagedAttentionParams& p, void
 
 int paged_attention(PagedAttentionParams params, void* stream) {
   params.group_magic = make_fast_divisor(static_cast<uint32_t>(params.group)).magic;
+  params.tanh_scale = params.softcap > 0.f ? params.scale / params.softcap * (2.f * kLog2E) : 0.f;
   switch (params.head_dim) {
     case 64:
       return launch_attention_of<64>(params, stream);

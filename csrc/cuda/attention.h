@@ -34,6 +34,7 @@ struct PagedAttentionParams {
   uint32_t group_magic;         // the group's FastDivisor; paged_attention() fills it in
   int32_t head_dim, block_shift;  // block_size = 1 << block_shift
   float scale, softcap;
+  float tanh_scale;  // scale / softcap * 2 log2(e); paged_attention() fills it in
   int32_t window;
   int32_t max_work, max_merge;  // rows of work and merge without the headers
   int32_t has_long_items;       // 0: all items have 16 rows, the list's other parts are empty

@@ -115,7 +115,8 @@ class AttentionBlock {
     const int thread = thread_index();
 #pragma unroll
     for (int i = 0; i < (ROWS * S::kChunks + kThreads - 1) / kThreads; ++i) {
-      const int index = thread + i * kThreads, row = index / S::kChunks, chunk = index % S::kChunks;
+      const unsigned index = static_cast<unsigned>(thread + i * kThreads);
+      const int row = static_cast<int>(index / S::kChunks), chunk = static_cast<int>(index % S::kChunks);
       if (ROWS * S::kChunks % kThreads != 0 && index >= ROWS * S::kChunks) break;
       const bool is_valid = row < item.work().num_rows;
       const T* from = q + item.offset(item.work().first_row + (is_valid ? row : 0), p.q_stride, D) + chunk * 8;
@@ -163,14 +164,13 @@ class AttentionBlock {
       }
     }
     if (p.softcap > 0.f) {
-      const float to_power = p.scale / p.softcap * (2.f * kLog2E);
 #pragma unroll
       for (int i = 0; i < G; ++i)
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e)  // tanh(x) = 1 - 2 / (1 + e^2x); tanh.approx would be off by 2^-11 * softcap
-            s[i][n][e] = p.softcap * (1.f - 2.f * reciprocal_fast(1.f + exp2_fast(s[i][n][e] * to_power)));
+            s[i][n][e] = p.softcap * (1.f - 2.f * reciprocal_fast(1.f + exp2_fast(s[i][n][e] * p.tanh_scale)));
     }
   }
 

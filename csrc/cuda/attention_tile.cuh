@@ -26,10 +26,11 @@ template <int CHUNKS>
 struct Swizzle {
   static_assert(CHUNKS % 2 == 0, "a row of an odd number of chunks would need padding");
   static constexpr int kPeriod = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;
+  static constexpr int kRowShift = kPeriod == 8 ? 0 : kPeriod == 4 ? 1 : 2;  // rows that turn alike: 8 / kPeriod
   static constexpr int kRowBytes = CHUNKS * 16;  // eight rows on, the turn is the same
 
   __device__ __forceinline__ static int byte(int row, int chunk) {
-    return row * kRowBytes + (chunk ^ (row / (8 / kPeriod) & (kPeriod - 1))) * 16;
+    return row * kRowBytes + (chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16;
   }
   // The byte `steps` chunks after the chunk that `byte` is of, which has zeros where `steps` has ones: one operation on
   // a register, where byte() would keep a register for each chunk.
@@ -127,8 +128,9 @@ class KvStream {
     const int offset_mask = (1 << p.block_shift) - 1, thread = thread_index();
 #pragma unroll
     for (int i = 0; i < kTileKeys * S::kChunks / kThreads; ++i) {
-      const int index = thread + i * kThreads;
-      const int row = index / S::kChunks, chunk = index % S::kChunks, key = first_key + row;
+      const unsigned index = static_cast<unsigned>(thread + i * kThreads);  // unsigned: a division is a shift
+      const int row = static_cast<int>(index / S::kChunks), chunk = static_cast<int>(index % S::kChunks);
+      const int key = first_key + row;
       const int block = __shfl_sync(kAllLanes, ids, (first_block + (row >> p.block_shift)) & 31);
       const bool is_valid = key >= first_visible_ && key < end_key_;
       const T* from = source + static_cast<int64_t>(block) * p.cache_block_stride + (key & offset_mask) * D + chunk * 8;

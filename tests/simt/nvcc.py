@@ -70,7 +70,7 @@ def read_resources(log: str) -> dict[str, Resources]:
 
 
 def read_machine_code(cubin: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel, such as "LDGSTS.E.BYPASS.LTC128B.128"."""
+    """The instructions of each kernel, such as "LDGSTS.E.BYPASS.LTC128B.128 [R5], ..."."""
     command = [str(find_tool("nvdisasm")), "-c", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     code: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def read_machine_code(cubin: Path) -> dict[str, list[str]]:
         if match := re.match(r"\.text\.(\w+):", line):
             current = code.setdefault(match[1], [])
         elif current is not None and (
-            match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+(?:\.[A-Za-z0-9_]+)*)", line)
+            match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+(?:\.[A-Za-z0-9_]+)*[^;]*)", line)
         ):
             current.append(match[1])
     return code
