@@ -31,7 +31,8 @@ FIND_DEMO_MODEL := import importlib.util; print(*importlib.util.find_spec("llm_s
 demo: $(STAMPS)/build $(if $(MODEL),,demo-output/$(DEMO_MODEL).gguf)
 	mkdir -p demo-output
 	$(BIN)/pagedllm run -m '$(or $(MODEL),demo-output/$(DEMO_MODEL).gguf)' -i examples/prompts.jsonl \
-	  -o demo-output/answers.jsonl --if-exists overwrite --temperature 0 --max-tokens 96
+	  -o demo-output/answers.jsonl --if-exists overwrite --temperature 0 \
+	  --repetition-penalty 1.1 --max-tokens 80
 	$(BIN)/python examples/show_answers.py demo-output/answers.jsonl
 
 demo-output/$(DEMO_MODEL).gguf: | $(STAMPS)/model

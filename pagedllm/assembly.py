@@ -6,14 +6,20 @@ sizes. The only place where the two sides meet; torch is imported here, when a m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedllm.config import EngineConfig
 from pagedllm.engine.core import EngineCore
 from pagedllm.generation_defaults import GenerationDefaults, eos_token_ids
 from pagedllm.notices import Notices
 from pagedllm.request_builder import RequestBuilder
+
+if TYPE_CHECKING:
+    from pagedllm.runtime.startup import Runtime
+    from pagedllm.tokenizer import Tokenizer
 
 
 class Closeable(Protocol):
@@ -36,20 +42,33 @@ class Assembly:
 
 def assemble(config: EngineConfig) -> Assembly:
     """Loads the model. Raises ValueError, NotSupportedError, ModelError or LibraryError, by name."""
-    from pagedllm.cache.kv_cache_manager import KVCacheManager
-    from pagedllm.engine.policy import make_policy
-    from pagedllm.engine.scheduler import Scheduler
     from pagedllm.model.loader import open_checkpoint
     from pagedllm.runtime.resolve import resolve_dtype
     from pagedllm.runtime.startup import start
     from pagedllm.tokenizer import Tokenizer
 
-    notices = Notices()
     checkpoint = open_checkpoint(config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype))
-    tokenizer = Tokenizer.from_folder(config.tokenizer or checkpoint.path)
-    runtime = start(config, checkpoint)
+    with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
+        loading = thread.submit(Tokenizer.from_folder, config.tokenizer or checkpoint.path)
+        runtime = start(config, checkpoint)
+    try:
+        return _wire(config, checkpoint.generation_config, loading.result(), runtime)
+    except BaseException:
+        runtime.close()
+        raise
+
+
+def _wire(
+    config: EngineConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer, runtime: Runtime
+) -> Assembly:
+    from pagedllm.cache.kv_cache_manager import KVCacheManager
+    from pagedllm.engine.policy import make_policy
+    from pagedllm.engine.scheduler import Scheduler
+
+    notices = Notices()
+    if config.generation_config == "none":
+        generation_config = {}
     model, max_model_len = runtime.model_config, runtime.pool.max_model_len
-    generation_config = checkpoint.generation_config if config.generation_config == "auto" else {}
     eos_ids = eos_token_ids(
         list(model.eos_token_ids), generation_config.get("eos_token_id"), list(tokenizer.eos_token_ids)
     )

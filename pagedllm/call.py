@@ -93,15 +93,16 @@ class Call:
             is_shown=bool(use_tqdm) and is_watched(),
             make=use_tqdm if callable(use_tqdm) else None,
         )
-        num_input_tokens = num_output_tokens = num_cut = 0
+        num_finished = num_input_tokens = num_output_tokens = num_cut = 0
         try:
             with contextlib.closing(drive(self._assembly.engine, source)) as steps:
                 for ended in steps:
                     for request in ended:
+                        num_finished += 1
                         num_input_tokens += request.num_prompt_tokens
                         num_output_tokens += request.num_output_tokens
                         num_cut += request.finish_reason == "length"
-                        bar.show(num_input_tokens, num_output_tokens, num_cut)
+                        bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
         except KeyboardInterrupt as interrupt:
             outputs = self.outputs()
             num_finished = sum(output.finished for output in outputs)

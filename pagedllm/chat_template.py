@@ -20,26 +20,21 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE_FILE = "chat_template.jinja"
-LEGACY_TEMPLATE_FILE = "chat_template.json"
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
 DEFAULT, TOOL_USE = "default", "tool_use"
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def read_templates(files: Mapping[str, str], config: Mapping[str, Any], source: str) -> dict[str, str]:
-    """Name to template. A file of its own wins over tokenizer_config.json, which has one, or a list with names."""
+    """Name to template. A file of its own wins over the config, which has one, or a list with names."""
     found = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(found, str):
         templates[DEFAULT] = found
-    elif isinstance(found, dict):
-        templates |= found
-    elif isinstance(found, list):
-        templates |= {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)}
+    elif isinstance(found, list) and all(isinstance(e, dict) and {"name", "template"} <= e.keys() for e in found):
+        templates |= {str(entry["name"]): str(entry["template"]) for entry in found}
     elif found is not None:
-        raise ModelError(f"{source}: chat_template must be a text or a list with names, got {type(found).__name__}")
-    if LEGACY_TEMPLATE_FILE in files:
-        templates[DEFAULT] = json.loads(files[LEGACY_TEMPLATE_FILE])["chat_template"]
+        raise ModelError(f"{source}: chat_template must be a text or a list of names and templates, got {found!r:.80}")
     if TEMPLATE_FILE in files:
         templates[DEFAULT] = files[TEMPLATE_FILE]
     for name, text in files.items():

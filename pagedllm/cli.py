@@ -94,7 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: Python's exit must not care
             return FAILED
-        except OSError as error:
+        except (OSError, PagedLLMError) as error:
             code = complain(error, FAILED)
         except (KeyboardInterrupt, Terminated) as interrupt:
             code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
@@ -114,7 +114,7 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
         return complain(error, FAILED)
     except (PagedLLMError, ValueError, FileNotFoundError) as error:
         return complain(error, REFUSED)
-    with llm, contextlib.closing(JobProgress(job.count_rows(), args.quiet)) as progress:
+    with llm, contextlib.closing(JobProgress(None if args.quiet else job.count_rows(), args.quiet)) as progress:
         try:
             report = llm.run_job(job, progress.show)
         except TooManyFailures as error:

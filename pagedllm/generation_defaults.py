@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagedllm.errors import ModelError, RequestError
+from pagedllm.errors import ModelError, NotSupportedError, RequestError
 from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, is_int
 
 SOURCE = "generation_config.json"
@@ -65,21 +65,32 @@ class GenerationDefaults:
         return cls(values, unapplied)
 
     def params(self) -> SamplingParams:
+        """Raises ModelError where the checkpoint asks for something that SamplingParams refuses."""
         try:
             return SamplingParams(**self.values)
-        except RequestError as error:
+        except (RequestError, NotSupportedError) as error:
             raise ModelError(f"{SOURCE}: {error}; pass sampling_params, or generation_config='none'") from None
 
-    def describe(self, *, is_given: bool) -> str:
-        """What is in force, with its source; is_given: the caller passed SamplingParams."""
-        listed = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
-        if is_given:
-            return f"sampling_params as given; {SOURCE} is not applied: {listed}"
-        parts = [f"{listed} ({SOURCE})"] if listed else ["neutral: temperature=1.0"]
-        if "max_tokens" not in self.values:
+    def describe_given(self) -> str:
+        """Of a call with SamplingParams of its own."""
+        return f"sampling_params as given; {SOURCE} is not applied: {_listed(self.values)}"
+
+    def describe(self, given: Mapping[str, Any] | None = None) -> str:
+        """What is in force where prompts bring nothing of their own, with its source; given: fields that come first."""
+        given = given or {}
+        kept = {name: value for name, value in self.values.items() if name not in given}
+        parts = [f"{_listed(given)} (given)"] if given else []
+        parts += [f"{_listed(kept)} ({SOURCE})"] if kept else []
+        if "temperature" not in kept and "temperature" not in given:
+            parts.append("temperature=1.0 (the default)")
+        if "max_tokens" not in kept and "max_tokens" not in given:
             parts.append(f"max_tokens={DEFAULT_MAX_TOKENS} (the default)")
-        text = f"sampling_params=None takes {', '.join(parts)}"
+        text = f"sampling by {', '.join(parts)}"
         return f"{text}; not applied: {', '.join(self.unapplied)}" if self.unapplied else text
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def eos_token_ids(*sources: object) -> tuple[int, ...]:

@@ -260,10 +260,10 @@ class LLM:
         """One per prompt. A single one that is wrong is the call's error; one of a list is its prompt's."""
         defaults = assembly.defaults
         if given is None:
-            assembly.notices.tell(defaults.describe(is_given=False))
+            assembly.notices.tell(f"sampling_params=None: {defaults.describe()}")
             given = defaults.params()
         elif defaults.values:
-            assembly.notices.tell(defaults.describe(is_given=True))
+            assembly.notices.tell(defaults.describe_given())
         if isinstance(given, SamplingParams):
             assembly.builder.check_params(given)
             return [given] * num_prompts

@@ -32,18 +32,19 @@ class Bar:
                 total=total, desc=description, file=sys.stderr, delay=DELAY_SECONDS, unit=" it", bar_format=FORMAT
             )
 
-    def show(self, num_input_tokens: int, num_output_tokens: int, num_cut: int) -> None:
-        """One more is finished; the numbers are totals."""
-        if self._bar is None:
+    def show(self, num_finished: int, num_input_tokens: int, num_output_tokens: int, num_cut: int) -> None:
+        """The numbers are totals so far."""
+        num_new = num_finished - self._num_finished
+        if self._bar is None or not num_new:
             return
-        self._num_finished += 1
+        self._num_finished = num_finished
         seconds = max(time.perf_counter() - self._start, 1e-9)
         self._bar.set_postfix_str(
             f"in {num_input_tokens / seconds:,.0f} toks/s, out {num_output_tokens / seconds:,.0f} toks/s, "
-            f"cut {100 * num_cut / self._num_finished:.0f} %",
+            f"cut {100 * num_cut / num_finished:.0f} %",
             refresh=False,
         )
-        self._bar.update(1)
+        self._bar.update(num_new)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -127,7 +127,7 @@ class RequestBuilder:
             raise prompt.error
         ids, limit = prompt.token_ids, self.max_model_len
         if not ids:
-            raise RequestError("empty_prompt", "the prompt has no tokens, and the model has no BOS to start from")
+            raise RequestError("empty_prompt", "the prompt has no tokens, and the tokenizer adds no BOS to start from")
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest

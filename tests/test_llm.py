@@ -239,7 +239,7 @@ def test_chat_takes_nothing_but_conversations(llm, messages):
         ([5] * 129, "prompt_too_long", "prompts[1]: 129 tokens exceed max_model_len 128 by 1"),
         ([5] * 5000, "prompt_too_long", "prompts[1]: 5,000 tokens exceed max_model_len 128 by 4,872"),
         ([5] * 128, "prompt_too_long", "prompts[1]: 128 tokens fill max_model_len 128: no room for one new token"),
-        ([], "empty_prompt", "prompts[1]: the prompt has no tokens, and the model has no BOS to start from"),
+        ([], "empty_prompt", "prompts[1]: the prompt has no tokens, and the tokenizer adds no BOS to start from"),
         ([5, VOCAB_SIZE], "token_out_of_range", f"prompts[1]: token id 259 at position 1 is not in [0, {VOCAB_SIZE})"),
         ([-1], "token_out_of_range", f"prompts[1]: token id -1 at position 0 is not in [0, {VOCAB_SIZE})"),
     ],
@@ -438,8 +438,8 @@ def test_what_is_in_force_is_told_once_and_again_when_it_changes(monkeypatch, ca
         llm.generate([[5]], SamplingParams(max_tokens=0))
     told = [text for text in notices(caplog) if "sampling_params" in text]
     assert told == [
-        "sampling_params=None takes temperature=0.5, top_k=5 (generation_config.json), max_tokens=256 (the default); "
-        "not applied: no_repeat_ngram_size=3",
+        "sampling_params=None: sampling by temperature=0.5, top_k=5 (generation_config.json), "
+        "max_tokens=256 (the default); not applied: no_repeat_ngram_size=3",
         "sampling_params as given; generation_config.json is not applied: temperature=0.5, top_k=5",
     ]
 

@@ -36,6 +36,6 @@ def test_all_is_sorted_and_every_name_loads():
 def test_import_takes_at_most_a_fifth_of_a_second():
     script = "import time; start = time.perf_counter(); import pagedllm; print(time.perf_counter() - start)"
     times = [
-        float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout) for _ in range(3)
+        float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout) for _ in range(5)
     ]
     assert min(times) <= 0.2

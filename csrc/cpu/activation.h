@@ -17,13 +17,15 @@ inline f32x16 gelu_tanh(f32x16 x) {
 // x/2 (1 + erf(x / sqrt 2)) by h = |x|/2 erfc(|x| / sqrt 2): the value is -h for x < 0 and x - h else.
 inline f32x16 gelu(f32x16 x) {
   // e^(y^2) erfc(y) = t P(t) with t = 1 / (1 + 0.4 y), for y up to 10
+  // (beyond, e^(-y^2) is 0)
   constexpr float kC[] = {0.225704908f,  0.224990934f, 0.214595079f,  0.131194517f, 0.267677397f,
                           -0.276180238f, 0.537582815f, -0.491417587f, 0.194866911f, -0.0290147197f};
   const f32x16 one = f32x16::broadcast(1.0f);
-  const f32x16 y = abs(x) * f32x16::broadcast(0.707106781f);
+  const f32x16 size = min(f32x16::broadcast(20.0f), abs(x));  // from 14 on the value below is 0
+  const f32x16 y = size * f32x16::broadcast(0.707106781f);
   const f32x16 t = one / fma(y, f32x16::broadcast(0.4f), one);
   const f32x16 erfc = exp(f32x16::zero() - y * y) * t * polynomial(t, kC);
-  const f32x16 half = f32x16::broadcast(0.5f) * abs(x) * erfc;
+  const f32x16 half = f32x16::broadcast(0.5f) * size * erfc;
   return select_less(x, f32x16::zero(), f32x16::zero() - half, x - half);
 }
 

@@ -1,9 +1,8 @@
 #include "cpu/kv_write.h"
 
-#include <cmath>
 #include <cstring>
 
-#include "cpu/simd.h"
+#include "cpu/vector_math.h"
 
 namespace pagedllm {
 namespace {
@@ -15,7 +14,7 @@ void norm_head(float* head, const float* weight, int64_t head_dim, float eps) {
     const f32x16 v = load_partial(head + i, head_dim - i);
     sum = fma(v, v, sum);
   }
-  const f32x16 scale = f32x16::broadcast(1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(head_dim) + eps));
+  const f32x16 scale = f32x16::broadcast(inverse_rms(reduce_add(sum), head_dim, eps));
   for (int64_t i = 0; i < head_dim; i += 16) {
     const int64_t count = head_dim - i;
     store_partial(head + i, load_partial(head + i, count) * scale * load_partial(weight + i, count), count);

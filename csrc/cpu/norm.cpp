@@ -1,13 +1,11 @@
 #include "cpu/norm.h"
 
-#include <cmath>
-
-#include "cpu/simd.h"
+#include "cpu/vector_math.h"
 
 namespace pagedllm {
 namespace {
 
-// Mean of squares in four chains of 16 lanes, so that additions do not wait for one another.
+// Sum of squares in four chains of 16 lanes, so that additions do not wait for one another.
 template <class T>
 float sum_of_squares(const T* x, int64_t size) {
   f32x16 sums[4] = {f32x16::zero(), f32x16::zero(), f32x16::zero(), f32x16::zero()};
@@ -27,8 +25,7 @@ float sum_of_squares(const T* x, int64_t size) {
 
 template <class T>
 void norm_row(T* out, const T* x, const float* weight, int64_t size, float eps) {
-  const float mean = sum_of_squares(x, size) / static_cast<float>(size);
-  const f32x16 scale = f32x16::broadcast(1.0f / std::sqrt(mean + eps));
+  const f32x16 scale = f32x16::broadcast(inverse_rms(sum_of_squares(x, size), size, eps));
   int64_t i = 0;
   for (; i + 16 <= size; i += 16) store(out + i, load(x + i) * scale * load(weight + i));
   if (i < size) {

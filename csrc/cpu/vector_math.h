@@ -1,6 +1,8 @@
-// exp and tanh on 16 lanes, in terms of simd.h only. Relative errors are of float32 results against
-// the exact value; polynomials are minimax fits, good to 1e-8 before rounding.
+// The scalar of RMSNorm, and exp and tanh on 16 lanes, in terms of simd.h only. Relative errors are of float32 results
+// against the exact value; polynomials are minimax fits, good to 1e-8 before rounding.
 #pragma once
+#include <cmath>
+
 #include "cpu/simd.h"
 
 namespace pagedllm {
@@ -11,6 +13,11 @@ f32x16 polynomial(f32x16 x, const float (&c)[N]) {
   f32x16 result = f32x16::broadcast(c[N - 1]);
   for (int i = N - 2; i >= 0; --i) result = fma(result, x, f32x16::broadcast(c[i]));
   return result;
+}
+
+// 1 / sqrt(sum / count + eps), rounded once.
+inline float inverse_rms(float sum_of_squares, int64_t count, float eps) {
+  return static_cast<float>(1.0 / std::sqrt(double{sum_of_squares} / static_cast<double>(count) + double{eps}));
 }
 
 // e^x within 2 ulp: 0 below -104, infinity above 88.73, NaN for NaN.

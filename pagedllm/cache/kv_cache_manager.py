@@ -200,10 +200,11 @@ class KVCacheManager:
         table = self._tables.pop(request.request_id)
         self._num_table_slots -= len(table.blocks) * self.block_size
         self._num_filled_slots -= table.num_filled
-        if self._copies:
-            for block in table.blocks:
-                if block in self._copies:
-                    self.pool.free((self._copies.pop(block),))
+        for block in table.blocks if self._copies or self._pending_users else ():
+            if block in self._copies:
+                self.pool.free((self._copies.pop(block),))
+            if block in self._pending_users and request in self._pending_users[block]:
+                self._pending_users[block].remove(request)
         self.pool.free(reversed(table.blocks))
 
     def forget(self, request: Request) -> None:

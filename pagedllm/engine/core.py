@@ -71,10 +71,8 @@ class EngineCore:
                 return []
             plan = stats.timed("schedule", scheduler.schedule)
             result = stats.timed("execute", self._execute, plan)
-            ended = stats.timed("update", scheduler.update, plan, result, state.outputs.append)
-            for request in ended:
-                state.outputs.close(request)
-            return ended
+            stats.timed("update", scheduler.update, plan, result, state.outputs.append)
+            return _hand_out(state, scheduler.ended)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends these requests with finish_reason "abort" and returns them, with the text they have so far.
@@ -89,11 +87,7 @@ class EngineCore:
                 if request is not None:
                     state.scheduler.abort(request)
             torn = [request for request_id, request in state.torn_requests.items() if request_id in wanted]
-            ended = torn + state.scheduler.take_ended(wanted)
-            for request in ended:
-                state.outputs.close(request)
-                state.torn_requests.pop(request.request_id, None)
-            return ended
+            return _hand_out(state, torn + [r for r in state.scheduler.ended if r.request_id in wanted])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to return."""
@@ -129,6 +123,17 @@ class EngineCore:
                 _end_where_it_is(request)
                 torn.stats.count_end(request.finish_reason)
         return _State(torn.emptied(), OutputProcessor(self._detokenizer), requests)
+
+
+def _hand_out(state: _State, ended: list[Request]) -> list[Request]:
+    """Sets the texts that are still missing, then lets go: a failing detokenizer must not lose a request."""
+    for request in ended:
+        state.outputs.close(request)
+    request_ids = {request.request_id for request in ended}
+    state.scheduler.forget_ended(request_ids)
+    for request_id in request_ids & state.torn_requests.keys():
+        del state.torn_requests[request_id]
+    return ended
 
 
 def _end_where_it_is(request: Request) -> None:

@@ -50,8 +50,9 @@ class Scheduler:
         self.stats = EngineStats(kv_cache.pool.num_blocks, kv_cache.block_size)
         self.requests: dict[str, Request] = {}  # that have not ended
         self.running: list[Request] = []  # in policy order
-        self.ended: list[Request] = []  # that the caller of `update` has not got yet
-        self._waiting: list[tuple[PolicyKey, int, Request]] = []  # a heap; aborted ones are skipped when they come up
+        self.ended: list[Request] = []  # and were not handed out yet
+        self._waiting: list[tuple[PolicyKey, int, Request]] = []  # a heap, in which aborted ones stay for a while
+        self._num_aborted_waiting = 0
         self._num_arrivals = 0
         self._held_rows: dict[str, None] = {}  # ids that the runner has a row for
         self._released: list[str] = []  # ids to tell in the next plan
@@ -77,7 +78,7 @@ class Scheduler:
         return bool(self.requests or self.ended)
 
     def add(self, request: Request) -> None:
-        """Takes a request; one that can never run has ended at once, and is given back by the next update."""
+        """Takes a request; one that can never run ends at once."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -95,19 +96,24 @@ class Scheduler:
             self._wait(request)
 
     def abort(self, request: Request) -> None:
+        is_waiting = request.status is not RequestStatus.RUNNING
         request.finish_reason = "abort"
         self._end(request)
+        if is_waiting:
+            self._num_aborted_waiting += 1
+            if 2 * self._num_aborted_waiting > len(self._waiting):
+                self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
+                heapq.heapify(self._waiting)
+                self._num_aborted_waiting = 0
 
     def fail(self, request: Request, error: RequestError) -> None:
         request.error = error
         request.finish_reason = "error"
         self._end(request)
 
-    def take_ended(self, request_ids: Collection[str]) -> list[Request]:
-        """Gives back those of the ended requests, before the next update would."""
-        taken = [request for request in self.ended if request.request_id in request_ids]
+    def forget_ended(self, request_ids: Collection[str]) -> None:
+        """The caller has handed these out."""
         self.ended = [request for request in self.ended if request.request_id not in request_ids]
-        return taken
 
     # The plan
 
@@ -161,6 +167,7 @@ class Scheduler:
             request = self._waiting[0][-1]
             if request.is_finished:
                 heapq.heappop(self._waiting)
+                self._num_aborted_waiting -= 1
                 continue
             last_index = len(request.token_ids) - 1  # the only logits wanted, and never taken from the cache
             computed_blocks = self.kv_cache.get_computed_blocks(request, last_index)
@@ -221,8 +228,8 @@ class Scheduler:
 
     # Its results
 
-    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput, append_token: AppendToken) -> list[Request]:
-        """Takes what a plan's execution gave, 0 to k tokens a request; returns all requests that have ended."""
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput, append_token: AppendToken) -> None:
+        """Takes what a plan's execution gave, 0 to k tokens a request; who ends is added to `ended`."""
         self._count_step(plan)
         if result.errors or not all(result.is_finite):
             self._fail_requests(plan, result)
@@ -253,8 +260,6 @@ class Scheduler:
         self.stats.num_output_tokens += num_output_tokens
         self.stats.num_running = len(self.running)
         self.stats.num_waiting = len(self.requests) - len(self.running)
-        ended, self.ended = self.ended, []
-        return ended
 
     def _fail_requests(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Ends those that failed; whoever counted on blocks of theirs computes again, and is not judged now."""
@@ -306,8 +311,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Gives the blocks back, and the runner's row with the next plan."""
         self.kv_cache.free(request)
+        self._released.append(request.request_id)  # first: `emptied` must know of the row at every moment
         del self._held_rows[request.request_id]
-        self._released.append(request.request_id)
 
     def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_preemptions == 0:

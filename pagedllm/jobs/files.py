@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -54,11 +53,11 @@ class ResultFile:
             sys.stdout.flush()
             self._fd, self._is_owner = sys.stdout.fileno(), False
             return
+        if os.path.exists(output) and not os.path.isfile(output) and not os.path.isdir(output):
+            self._fd = os.open(output, os.O_WRONLY)
+            return
         self._final = Path(os.path.realpath(output))
         check_output(self._final, output, input, overwrite=if_exists == "overwrite")
-        if self._final.exists() and not self._final.is_file():
-            self._fd = os.open(self._final, os.O_WRONLY)
-            return
         self._partial = self._final.with_name(self._final.name + ".partial")
         mode = os.O_TRUNC if if_exists == "overwrite" else os.O_EXCL
         try:
@@ -125,8 +124,6 @@ def check_output(final: Path, output: str, input: str, *, overwrite: bool) -> No
     for path in (final, final.with_name(final.name + ".partial")):
         if input != "-" and path.exists() and path.samefile(input):
             raise ValueError(f"input {input!r} and output {str(path)!r} are the same file")
-    if not final.exists() or stat.S_ISFIFO(final.stat().st_mode) or not final.is_file():
-        return
-    if not overwrite:
+    if final.exists() and not overwrite:
         text = "the output exists; if_exists='overwrite' (--if-exists overwrite) replaces it"
         raise FileExistsError(errno.EEXIST, text, output)

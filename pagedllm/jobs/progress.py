@@ -21,7 +21,7 @@ class JobProgress:
         self._last_line = time.monotonic()
 
     def show(self, report: JobReport) -> None:
-        self._bar.show(report.num_prompt_tokens, report.num_completion_tokens, report.num_cut)
+        self._bar.show(report.num_rows, report.num_prompt_tokens, report.num_completion_tokens, report.num_cut)
         if self._tells_lines and time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             total = "" if self._num_rows is None else f" of {self._num_rows:,}"

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +97,30 @@ class Job:
         return None if self._input == "-" or not os.path.isfile(self._input) else count_rows(self._input)
 
     def run(self, assembly: Assembly, seed: int, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
-        """Runs all rows and gives the result file its name; on_progress is told after each row.
+        """Runs all rows and gives the result file its name; on_progress is told after each step.
 
-        Raises TooManyFailures, and OSError where a result cannot be written; what is written then stays.
+        Raises TooManyFailures, ModelError for the model's own sampling defaults, and OSError where a result cannot be
+        written; what is written then stays.
         """
         started = time.perf_counter()
+        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
         defaults = {**assembly.defaults.values, **self._given_params}
         work = _Work(assembly, self._rows, seed, defaults)
+        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(self._given_params)}", INFO)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
-        with contextlib.closing(work.outputs()) as outputs:
-            for row, output in outputs:
-                self._results.write(result_line(row, result_columns(output)))
-                report.count(output)
+        with contextlib.closing(work.steps()) as steps:
+            for finished in steps:
+                for row, output in finished:
+                    self._results.write(result_line(row, result_columns(output)))
+                    report.count(output)
+                    if report.num_rows == report.num_failed == NUM_FIRST_ROWS:
+                        raise TooManyFailures(f"the first {NUM_FIRST_ROWS} rows all failed; {report.first_error}")
                 report.seconds = time.perf_counter() - started
                 report.peak_num_blocks = assembly.engine.stats.peak_num_blocks
                 if on_progress is not None:
                     on_progress(report)
-                if report.num_rows == report.num_failed == NUM_FIRST_ROWS:
-                    raise TooManyFailures(f"the first {NUM_FIRST_ROWS} rows all failed; {report.first_error}")
         self._results.commit()
         return report
 
@@ -137,15 +142,15 @@ class _Work:
         self._num_equal_rows: Counter[int] = Counter()
         self._next_index = 0
 
-    def outputs(self) -> Generator[tuple[Row, RequestOutput], None, None]:
-        """Every row with its output, in input order."""
+    def steps(self) -> Generator[list[tuple[Row, RequestOutput]], None, None]:
+        """After each step the rows that come next in input order and are finished, perhaps none."""
         token_text = self._assembly.builder.token_text
         with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
             for ended in steps:
                 for request in ended:
                     encoded = self._encoded.pop(request.prompt_index)
                     self._finish(RequestOutput.of_request(request, encoded.text, None, token_text))
-                yield from self._ready()
+                yield self._ready()
 
     def _source(self, num_in_flight: int) -> list[Request] | None:
         """Reads some rows if there is room for them; those that can run become requests."""
@@ -191,13 +196,15 @@ class _Work:
             raise RequestError("unsupported", "logprobs in files are not supported yet: leave it out", field="logprobs")
         return params
 
-    def _ready(self) -> Iterator[tuple[Row, RequestOutput]]:
+    def _ready(self) -> list[tuple[Row, RequestOutput]]:
+        ready = []
         while self._next_index in self._finished:
             output = self._finished.pop(self._next_index)
             row = self._read.pop(self._next_index)
             self._held_bytes -= _num_bytes(row, output)
             self._next_index += 1
-            yield row, output
+            ready.append((row, output))
+        return ready
 
     def _finish(self, output: RequestOutput) -> None:
         self._finished[output.index] = output

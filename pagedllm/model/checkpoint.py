@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedllm.errors import ModelError
+from pagedllm.model.hf_config import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,7 +91,7 @@ class SafetensorsCheckpoint:
             for name in file.slices:
                 if name in self._files:
                     raise ModelError(
-                        f"{file.path} holds {name}, and so does {self._files[name].path}: keep one of them"
+                        f"{file.path} holds {shown(name)}, and so does {self._files[name].path}: keep one of them"
                     )
                 self._files[name] = file
         self._check_index()
@@ -105,7 +106,7 @@ class SafetensorsCheckpoint:
         file = self._files[name]
         kind = file.slices[name].get_dtype()
         if kind not in DTYPES:
-            raise ModelError(f"{file.path}: {name} is of type {kind}, which is not supported")
+            raise ModelError(f"{file.path}: {shown(name)} is of type {kind}, which is not supported")
         return DTYPES[kind]
 
     def read(self, name: str) -> Tensor:
@@ -148,9 +149,8 @@ class SafetensorsCheckpoint:
         for name, file_name in self._weight_map.items():
             file = self._files.get(name)
             if file is None or file.path.name != file_name:
-                raise ModelError(
-                    f"{self.path / INDEX_FILE} names {name} in {file_name}, which does not hold it: download both again"
-                )
+                where = f"names {shown(name)} in {file_name}, which does not hold it"
+                raise ModelError(f"{self.path / INDEX_FILE} {where}: download both again")
 
 
 class _File:
@@ -172,7 +172,7 @@ class _File:
         try:
             tensor: Tensor = self._reader.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{self.path}: {name} cannot be read ({error}): download the file again") from None
+            raise ModelError(f"{self.path}: {shown(name)} cannot be read ({error}): download the file again") from None
         return tensor
 
 
@@ -181,9 +181,9 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map from tensors to files: download it again")
     for name, file_name in weight_map.items():
-        is_name = isinstance(file_name, str) and Path(file_name).name == file_name
+        is_name = isinstance(file_name, str) and Path(file_name).name == file_name and file_name.isprintable()
         if not is_name or not file_name.endswith(".safetensors"):
-            raise ModelError(f"{path} names {file_name!r} for {name}: a safetensors file beside it is expected")
+            raise ModelError(f"{path} names {file_name!r} for {shown(name)}: a safetensors file beside it is expected")
     return weight_map
 
 

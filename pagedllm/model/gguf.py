@@ -21,7 +21,9 @@ from pagedllm.model.gguf_config import ROPE_FREQS, hf_config, hf_generation_conf
 from pagedllm.model.gguf_header import GGUFHeader, TensorInfo
 from pagedllm.model.gguf_tokenizer import GGUFVocabulary, tokenizer_files
 
-SLAB_VALUES = 1 << 17  # dequantized at once: half a MiB of float32 stays in the cache until it is rounded
+# Dequantized at once. It stays in the cache until it is rounded, and torch does not start threads for so little: on a
+# busy machine their waiting for each other made a conversion of one second take minutes.
+SLAB_VALUES = 1 << 15
 
 
 class GGUFCheckpoint:
@@ -54,17 +56,18 @@ class GGUFCheckpoint:
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A new tensor of `shape(name)`; another dtype than float32 is rounded from it."""
         info = self._info(name)
-        tensor = torch.empty(info.shape, dtype=dtype)
-        rows, raw = tensor.view(-1, info.shape[-1]), self.header.raw(info)
-        step = max(1, SLAB_VALUES // info.shape[-1])
-        for start in range(0, len(rows), step):
-            values = self._dequantize(info, raw[start : start + step])
-            if self.architecture == "gemma3" and name.endswith("norm.weight"):
-                values = values - np.float32(1)
-            rows[start : start + step] = torch.from_numpy(values)
+        raw = self.header.raw(info)
         if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-            return unpermute(tensor, self.config[kind], name, self.path)
+            raw = unpermute(raw.reshape(info.shape[0], -1), self.config[kind], name, self.path).reshape(raw.shape)
+        tensor = torch.empty(info.shape, dtype=dtype)
+        rows = tensor.view(len(raw), -1)
+        step = max(1, SLAB_VALUES // rows.shape[1])
+        for start in range(0, len(rows), step):
+            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
+            if self.architecture == "gemma3" and name.endswith("norm.weight"):
+                values -= 1
+            rows[start : start + step] = values
         return tensor
 
     def _info(self, name: str) -> TensorInfo:
@@ -86,16 +89,17 @@ class GGUFCheckpoint:
         return values.copy() if info.type_name == "F32" else values
 
 
-def unpermute(weights: torch.Tensor, num_heads: int, name: str, path: Path) -> torch.Tensor:
-    """[num_heads * head_dim, ...]: in each head, rows 0, 2, 4, ... 1, 3, 5, ... as `rotate_half` wants them.
+def unpermute(rows: NDArray[np.uint8], num_heads: int, name: str, path: Path) -> NDArray[np.uint8]:
+    """[num_heads * head_dim, bytes]: in each head, rows 0, 2, 4, ... 1, 3, 5, ... as `rotate_half` wants them.
 
-    llama.cpp's converter interleaves the two halves, because its rope rotates neighbours.
+    llama.cpp's converter interleaves the two halves, because its rope rotates neighbours. Each row is quantized by
+    itself, so rows are moved as they are stored.
     """
-    if weights.shape[0] % (2 * num_heads):
-        raise ModelError(f"{path}: {name} has {weights.shape[0]} rows, no multiple of 2 x {num_heads} heads")
-    head_dim = weights.shape[0] // num_heads
-    pairs = weights.view(num_heads, head_dim // 2, 2, *weights.shape[1:])
-    return pairs.transpose(1, 2).reshape(weights.shape)
+    if len(rows) % (2 * num_heads):
+        raise ModelError(f"{path}: {name} has {len(rows)} rows, no multiple of 2 x {num_heads} heads")
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
+    ordered: NDArray[np.uint8] = pairs.swapaxes(1, 2).reshape(rows.shape)
+    return ordered
 
 
 def open_gguf(file: Path | str, dtype: str = "bfloat16", cache_dir: Path | None = None) -> Checkpoint:

@@ -169,13 +169,16 @@ def _common(header: GGUFHeader, keys: _Keys) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{header.path}: the tensor token_embd.weight is missing or has no two dimensions")
+    num_layers = keys.count("block_count")
+    if num_layers > len(header.tensors):  # nothing of that size is allocated from here on
+        raise ModelError(f"{header.path}: {keys.prefix}block_count is {num_layers:,}, the file has no such layers")
     vocab_size = embedding.shape[0]
     if keys.count("vocab_size", vocab_size) != vocab_size:
         raise ModelError(f"{header.path}: vocab_size is {keys.count('vocab_size')}, token_embd has {vocab_size} rows")
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,

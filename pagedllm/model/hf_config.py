@@ -16,17 +16,18 @@ from pagedllm.ops.linear import Activation
 
 # They describe training, files, or defaults of generation: no influence on a forward pass.
 HARMLESS = frozenset((
-    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_name_or_path",
-    "architectures", "attention_dropout", "attn_implementation", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "cache_implementation", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id",
-    "forced_eos_token_id", "id2label", "initializer_range", "is_llama_config", "label2id", "length_penalty",
-    "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
-    "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_model_name_or_path",
+    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_llama_config", "label2id",
+    "length_penalty", "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16", "use_cache",
 ))  # fmt: skip
 # They may stand there, but only with the value that means nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -70,8 +71,7 @@ class ConfigReader:
         self._left = set(settings)
 
     def error(self, key: str, message: str) -> ModelError:
-        name = key if key.isprintable() else repr(key)
-        return ModelError(f"{self.path / 'config.json'}: {self._place}{name} {message}")
+        return ModelError(f"{self.path / 'config.json'}: {self._place}{shown(key)} {message}")
 
     def has(self, key: str) -> bool:
         """Whether a setting stands there and is not null."""
@@ -181,6 +181,12 @@ class ConfigReader:
         for key in sorted(self._left):
             if self._settings[key] is not None:
                 raise self.error(key, f"is {_brief(self._settings[key])}, a setting that pagedllm does not know here")
+
+
+def shown(name: str) -> str:
+    """A name out of an untrusted file, for a message of one line."""
+    text = name if name.isprintable() else repr(name)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _brief(value: object) -> str:

@@ -16,6 +16,7 @@ from pagedllm.model.checkpoint import Checkpoint, SafetensorsCheckpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
+from pagedllm.model.hf_config import shown
 from pagedllm.model.linear import WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
@@ -136,4 +137,4 @@ def _check_tied_head(checkpoint: Checkpoint, config: ModelConfig, family: Family
 def _listed(names: list[str]) -> str:
     """At most three names, then how many more; ends with the verb."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{', '.join(map(shown, names[:3]))}{more} {'is' if len(names) == 1 else 'are'}"

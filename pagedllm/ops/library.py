@@ -94,24 +94,24 @@ def choose(kernels: str, flags: frozenset[str], forced: str | None = None) -> st
 
 def load_library(path: Path) -> None:
     """Loads one library and checks it against our schemas. Raises LibraryError."""
-    ours = {str(Path(loaded)) for loaded in torch.ops.loaded_libraries if "libpagedllm_cpu_" in Path(loaded).name}
-    if ours - {str(path)}:
-        raise LibraryError(
-            f"this process has loaded {', '.join(sorted(ours))} and cannot load {path} besides: "
-            "one process runs one instruction set"
-        )
     if not path.exists():
         raise LibraryError(f"the kernels {path} do not exist; build them: {BUILD_COMMAND}")
+    others = [name for name in torch.ops.loaded_libraries if "libpagedllm_cpu_" in name and name != str(path)]
+    if others:
+        raise LibraryError(
+            f"this process has loaded {', '.join(sorted(others))} and cannot load {path} besides: "
+            "one process runs one instruction set"
+        )
     try:
         torch.ops.load_library(str(path))
-    except OSError as error:
+        get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
+    except (OSError, AttributeError) as error:
         raise LibraryError(f"the kernels {path} do not load ({error}); build them again: {BUILD_COMMAND}") from error
-    get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
     get_signatures.restype = ctypes.c_char_p
     difference = compare_signatures(defined_schemas(), get_signatures().decode().splitlines())
     if difference:
         raise LibraryError(
-            f"the kernels {path} were built from other sources: {difference}; build them: {BUILD_COMMAND}"
+            f"the kernels {path} were built from other sources: {difference}; build them again: {BUILD_COMMAND}"
         )
 
 
@@ -123,11 +123,15 @@ def defined_schemas() -> list[str]:
 
 
 def compare_signatures(defined: list[str], compiled: list[str]) -> str | None:
-    """Says the first difference between the package's schemas and a library's, or None."""
+    """Says the first difference between the package's schemas and a library's, or None.
+
+    torch does not compare them: a library built before an argument was added would read garbage.
+    """
     ours, theirs = ({schema[: schema.index("(")]: schema for schema in schemas} for schemas in (defined, compiled))
     for name, schema in theirs.items():
         if name not in ours:
             return f"they implement {name!r}, which this version does not define"
         if schema != ours[name]:
             return f"they implement {schema!r} where this version defines {ours[name]!r}"
-    return None
+    missing = ours.keys() - theirs.keys()
+    return f"they lack {', '.join(sorted(missing))}" if missing else None

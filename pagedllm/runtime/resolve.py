@@ -18,7 +18,8 @@ from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
 GIB = 1 << 30
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 512  # products run at 428 / 433 / 434 GFLOP/s at M = 128 / 512 / 2048: more buys nothing
-MIN_NUM_BATCHED_TOKENS = 64
+MIN_NUM_BATCHED_TOKENS = 128  # products lose little down to here; a default batch decodes in one step
+BUDGET_STEP = 64
 STEP_SECONDS = 1.0  # a step stays about this long, so that an interrupt is answered
 CPU_DTYPES = {
     "auto": torch.bfloat16,
@@ -77,7 +78,7 @@ def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: flo
     if seconds_at_default <= STEP_SECONDS:
         return CPU_MAX_NUM_BATCHED_TOKENS
     fitting = int(CPU_MAX_NUM_BATCHED_TOKENS * STEP_SECONDS / seconds_at_default)
-    return max(MIN_NUM_BATCHED_TOKENS, fitting // MIN_NUM_BATCHED_TOKENS * MIN_NUM_BATCHED_TOKENS)
+    return max(MIN_NUM_BATCHED_TOKENS, fitting // BUDGET_STEP * BUDGET_STEP)
 
 
 def resolve_pool(config: EngineConfig, *, max_position: int, bytes_per_block: int, free_bytes: int) -> PoolSize:

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pagedllm import LLM, NotSupportedError, SamplingParams
+from pagedllm.errors import ModelError
 from pagedllm.jobs import runner
 from pagedllm.jobs.formats import parse_row
 from pagedllm.jobs.runner import TooManyFailures, open_job
@@ -147,7 +148,7 @@ def test_rows_are_read_as_there_is_room_for_them(tmp_path):
 
     def look(report):
         assert num_read <= report.num_rows + 8 * runner.SEQS_AHEAD + runner.CHUNK_ROWS
-        if report.num_rows == 500:
+        if report.num_rows >= 500:
             raise Stop
 
     with LLM("fake") as llm, open_job("/dev/null", tmp_path / "out", sampling_params=GREEDY) as job:
@@ -155,7 +156,7 @@ def test_rows_are_read_as_there_is_room_for_them(tmp_path):
         with pytest.raises(Stop):
             llm.run_job(job, look)
         assert not llm._assembly.engine.has_unfinished_requests()
-    assert len((tmp_path / "out.partial").read_text().splitlines()) == 500
+    assert len((tmp_path / "out.partial").read_text().splitlines()) == job.report.num_rows < 600
 
 
 def test_an_interrupt_leaves_whole_rows_and_a_clean_engine(tmp_path, run):
@@ -163,14 +164,15 @@ def test_an_interrupt_leaves_whole_rows_and_a_clean_engine(tmp_path, run):
     input.write_text("\n".join(json.dumps({"prompt": str(i)}) for i in range(50)))
 
     def interrupt(report):
-        if report.num_rows == 20:
+        if report.num_rows >= 20:
             raise KeyboardInterrupt
 
     with LLM("fake") as llm:
         with pytest.raises(KeyboardInterrupt), open_job(input, tmp_path / "out", sampling_params=GREEDY) as job:
             llm.run_job(job, interrupt)
         lines = (tmp_path / "out.partial").read_text().splitlines()
-        assert [json.loads(line)["row"] for line in lines] == list(range(20))
+        assert [json.loads(line)["row"] for line in lines] == list(range(job.num_written))
+        assert 20 <= job.num_written < 50
         assert llm._assembly.engine.scheduler.kv_cache.pool.num_free == 512
 
 
@@ -213,3 +215,9 @@ def test_the_report_counts_what_the_job_did(run):
     assert report.num_cached_tokens == 3 * 32
     assert (report.peak_num_blocks, report.num_blocks, report.block_size) == (3, 512, 16)
     assert report.num_preemptions == 0
+
+
+def test_a_generation_config_that_cannot_be_used_stops_the_job_before_any_row(run, monkeypatch):
+    monkeypatch.setattr("pagedllm.llm.assemble", lambda c: fake_assemble(c, generation_config={"top_p": 3}))
+    with pytest.raises(ModelError, match=r"generation_config.json: top_p must be in \(0, 1\], got 3"):
+        run([{"prompt": "a"}])

@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the `gguf` package: what the tests of the reader, the tokenizer and the conversion load."""
+"""Small GGUF files, written by the `gguf` package, for tests of the reader, the tokenizer and the conversion."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def byte_tokens() -> list[str]:
 
 
 def byte_level_vocabulary(
-    merges: Sequence[str] = (), pre: str = "smollm", specials: Mapping[str, int] | None = None
+    merges: Sequence[str] = ("q q",), pre: str = "smollm", specials: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Keys under tokenizer.ggml: bytes, what the merges make, then `specials` (text to kind)."""
+    """Keys under tokenizer.ggml: bytes, what the merges make (at least one), then `specials` (text to kind)."""
     tokens = list(dict.fromkeys([*byte_tokens(), *(merge.replace(" ", "") for merge in merges)]))
     specials = {"<|endoftext|>": CONTROL} if specials is None else specials
     return {
@@ -93,7 +93,9 @@ def random_tensors(architecture: str, sizes: Mapping[str, Any], vocab_size: int)
         for name, shape in layer_shapes(architecture, sizes).items():
             shapes[f"blk.{layer}.{name}"] = shape
     shapes["output_norm"] = (sizes["embedding_length"],)
-    return {f"{name}.weight": rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
+    return {
+        f"{name}.weight": rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()
+    }
 
 
 def write_gguf(

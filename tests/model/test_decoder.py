@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagedllm.ops.library import load_kernels
+from pagedllm.runtime.device import torch_threads
 from tests.model.harness import Sequences, load
 from tests.model.models import VOCAB_SIZE, build, random_ids, save
 
@@ -30,8 +32,8 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_chosen_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
-    sequences = Sequences(load(save(build(family), tmp_path)))
+def test_logits_of_chosen_rows_are_those_of_all_rows(family: str, tmp_path: Path, namespace: str) -> None:
+    sequences = Sequences(load(save(build(family), tmp_path), namespace=namespace))
     text = random_ids(20)
     everything = sequences.logits(text)
     sequences.begin("tail", 20)
@@ -39,9 +41,28 @@ def test_logits_of_chosen_rows_are_those_of_all_rows(family: str, tmp_path: Path
     torch.testing.assert_close(tail, everything[-3:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_without_wanted_rows_fills_the_cache(family: str, tmp_path: Path) -> None:
-    sequences = Sequences(load(save(build(family), tmp_path)))
+def test_compiled_kernels_give_the_same_bits_in_every_batch_chunk_block_size_and_thread_count(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    decoder = load(save(build(family), tmp_path), dtype, load_kernels().namespace)
+    text = random_ids(100)
+    alone = Sequences(decoder, block_size=8).logits(text)
+    for block_size, chunk, num_threads in [(8, 1, 1), (16, 7, 2), (64, 64, 1), (128, 100, 2)]:
+        with torch_threads(num_threads):
+            assert torch.equal(Sequences(decoder, block_size=block_size).logits(text, chunk=chunk), alone)
+    sequences = Sequences(decoder, block_size=16)
+    for name in "abc":
+        sequences.begin(name, 100)
+    sequences.step({"a": random_ids(33, 1), "b": text[:40], "c": random_ids(50, 2)})
+    batch = sequences.step({"c": [5], "b": text[40:], "a": [6, 7]}, num_logits=1)
+    assert torch.equal(batch["b"], alone[-1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_wanted_rows_fills_the_cache(family: str, tmp_path: Path, namespace: str) -> None:
+    sequences = Sequences(load(save(build(family), tmp_path), namespace=namespace))
     text = random_ids(20)
     sequences.begin("chunked", 20)
     assert sequences.step({"chunked": text[:13]}, num_logits=0)["chunked"].shape == (0, VOCAB_SIZE)
@@ -68,9 +89,9 @@ def test_a_step_without_wanted_rows_fills_the_cache(family: str, tmp_path: Path)
     ],
 )
 def test_a_step_runs_our_operators_and_allocates_nothing(
-    family: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
 ) -> None:
-    sequences = Sequences(load(save(build(family), tmp_path)))
+    sequences = Sequences(load(save(build(family), tmp_path), namespace=namespace))
     decoder = sequences.decoder
     recorder = Recorder()
     forward = decoder.forward
@@ -101,18 +122,18 @@ def test_capping_logits_gives_a_row_the_same_bits_everywhere() -> None:
             assert torch.equal(batch[place], alone)
 
 
-def test_close_gives_the_weights_back_while_a_tensor_is_still_held(tmp_path: Path) -> None:
-    decoder = load(save(build("llama"), tmp_path))
+def test_close_gives_the_weights_back_while_a_tensor_is_still_held(tmp_path: Path, namespace: str) -> None:
+    decoder = load(save(build("llama"), tmp_path), namespace=namespace)
     held = decoder.head.weight
     assert held.abs().sum() > 0
     decoder.close()
     assert held.abs().sum() == 0
 
 
-def test_two_decoders_do_not_touch_each_other(tmp_path: Path) -> None:
-    first = Sequences(load(save(build("llama", seed=1), tmp_path / "a")))
+def test_two_decoders_do_not_touch_each_other(tmp_path: Path, namespace: str) -> None:
+    first = Sequences(load(save(build("llama", seed=1), tmp_path / "a"), namespace=namespace))
     text = random_ids(20)
     before = first.logits(text)
-    second = Sequences(load(save(build("gemma3", seed=2), tmp_path / "b")))
+    second = Sequences(load(save(build("gemma3", seed=2), tmp_path / "b"), namespace=namespace))
     second.logits(text)
     assert torch.equal(first.logits(text), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import struct
 from collections.abc import Callable
@@ -188,6 +189,26 @@ def write_header(header: dict[str, Any]) -> bytes:
 def test_a_header_that_lies_is_refused(content: bytes, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "model.safetensors is not a whole safetensors file")
+
+
+def test_a_header_with_any_byte_changed_loads_or_is_refused_in_one_line(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", content[:8])[0]
+    generator = random.Random(0)
+    num_refused = 0
+    for _ in range(150):
+        place = generator.choice((generator.randrange(header_end), generator.randrange(10)))
+        damaged = bytearray(content)
+        damaged[place] = generator.choice((0, 10, 34, 48, 57, 91, 125, 255, generator.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            load(folder)
+        except ModelError as error:
+            num_refused += 1
+            message = str(error)
+            assert "\n" not in message
+    assert num_refused > 100
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

@@ -64,41 +64,46 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_llama_matches_past_the_original_length_with_each_rope(rope: str, tmp_path: Path) -> None:
+def test_llama_matches_past_the_original_length_with_each_rope(rope: str, tmp_path: Path, namespace: str) -> None:
     model = build("llama", rope_parameters=ROPES[rope])
-    assert_parity(model, Sequences(load(save(model, tmp_path))), num_prompt=60)
+    assert_parity(model, Sequences(load(save(model, tmp_path), namespace=namespace)), num_prompt=60)
 
 
-def test_llama_with_longrope_uses_the_short_factors_up_to_the_original_length(tmp_path: Path) -> None:
+def test_llama_with_longrope_uses_the_short_factors_up_to_the_original_length(tmp_path: Path, namespace: str) -> None:
     model = build("llama", rope_parameters=LONGROPE)
-    sequences = Sequences(load(save(model, tmp_path)))
+    sequences = Sequences(load(save(model, tmp_path), namespace=namespace))
     freeze_rope(model, 32)
     assert_parity(model, sequences, num_prompt=12, num_tokens=20)
 
 
-def test_llama_with_longrope_uses_the_long_factors_for_a_request_that_may_cross(tmp_path: Path) -> None:
+def test_llama_with_longrope_uses_the_long_factors_for_a_request_that_may_cross(tmp_path: Path, namespace: str) -> None:
     model = build("llama", rope_parameters=LONGROPE)
-    sequences = Sequences(load(save(model, tmp_path)))
+    sequences = Sequences(load(save(model, tmp_path), namespace=namespace))
     freeze_rope(model, 33)
     assert_parity(model, sequences, num_prompt=12, num_tokens=64)  # crosses 32 while decoding
 
 
 @pytest.mark.parametrize(("num_prompt", "num_total"), [(20, 84), (64, 128), (12, 32)])
 def test_llama_with_dynamic_rope_uses_the_base_of_the_length_rounded_up(
-    num_prompt: int, num_total: int, tmp_path: Path
+    num_prompt: int, num_total: int, tmp_path: Path, namespace: str
 ) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     model = build("llama", rope_parameters=rope, max_position_embeddings=32)
-    sequences = Sequences(load(save(model, tmp_path)))
+    sequences = Sequences(load(save(model, tmp_path), namespace=namespace))
     freeze_rope(model, 32 if num_total <= 32 else 128)
     assert_parity(model, sequences, num_prompt=num_prompt, num_tokens=num_total - num_prompt)
 
 
-def test_dynamic_rope_of_a_whole_power_of_two_is_what_transformers_computes_by_itself(tmp_path: Path) -> None:
+def test_dynamic_rope_of_a_whole_power_of_two_is_what_transformers_computes_by_itself(
+    tmp_path: Path, namespace: str
+) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     model = build("llama", rope_parameters=rope, max_position_embeddings=32)
     text = random_ids(64)
-    assert relative_error(Sequences(load(save(model, tmp_path))).logits(text), logits_of(model, text)) < 2e-4
+    assert (
+        relative_error(Sequences(load(save(model, tmp_path), namespace=namespace)).logits(text), logits_of(model, text))
+        < 2e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,9 +121,9 @@ def test_dynamic_rope_of_a_whole_power_of_two_is_what_transformers_computes_by_i
     ],
     ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items()),
 )
-def test_llama_matches_in_every_shape(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_llama_matches_in_every_shape(settings: dict[str, Any], tmp_path: Path, namespace: str) -> None:
     model = build("llama", **settings)
-    assert_parity(model, Sequences(load(save(model, tmp_path))), num_prompt=20)
+    assert_parity(model, Sequences(load(save(model, tmp_path), namespace=namespace)), num_prompt=20)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +142,9 @@ def test_llama_matches_in_every_shape(settings: dict[str, Any], tmp_path: Path) 
     ],
     ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items())[:60] or "plain",
 )
-def test_qwen3_matches(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_qwen3_matches(settings: dict[str, Any], tmp_path: Path, namespace: str) -> None:
     model = build("qwen3", **settings)
-    assert_parity(model, Sequences(load(save(model, tmp_path))), num_prompt=20)
+    assert_parity(model, Sequences(load(save(model, tmp_path), namespace=namespace)), num_prompt=20)
 
 
 @pytest.mark.parametrize(
@@ -159,21 +164,21 @@ def test_qwen3_matches(settings: dict[str, Any], tmp_path: Path) -> None:
     ],
     ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items())[:60] or "plain",
 )
-def test_gemma3_matches(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_gemma3_matches(settings: dict[str, Any], tmp_path: Path, namespace: str) -> None:
     model = build("gemma3", **settings)
-    assert_parity(model, Sequences(load(save(model, tmp_path))), num_prompt=20)
+    assert_parity(model, Sequences(load(save(model, tmp_path), namespace=namespace)), num_prompt=20)
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 40])
-def test_window_counts_the_token_itself(length: int, tmp_path: Path) -> None:
+def test_window_counts_the_token_itself(length: int, tmp_path: Path, namespace: str) -> None:
     model = build("gemma3", sliding_window=8, layer_types=["sliding_attention"] * 4)
-    sequences = Sequences(load(save(model, tmp_path)))
+    sequences = Sequences(load(save(model, tmp_path), namespace=namespace))
     text = random_ids(length)
     for chunk in (length, 1, 5):
         assert relative_error(sequences.logits(text, chunk=chunk), logits_of(model, text)) < 2e-4
 
 
-def test_gemma3_caps_attention_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemma3_caps_attention_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str) -> None:
     """transformers 5.24 leaves attn_logit_softcapping out for Gemma 3; here it is handed to its own eager attention."""
     eager = modeling_gemma3.eager_attention_forward
 
@@ -182,13 +187,15 @@ def test_gemma3_caps_attention_scores(tmp_path: Path, monkeypatch: pytest.Monkey
 
     model = build("gemma3", attn_logit_softcapping=0.7)
     monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", capped)
-    assert_parity(model, Sequences(load(save(model, tmp_path))), num_prompt=20)
+    assert_parity(model, Sequences(load(save(model, tmp_path), namespace=namespace)), num_prompt=20)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_a_batch_of_sequences_in_different_states_gives_each_its_own_logits(family: str, tmp_path: Path) -> None:
+def test_a_batch_of_sequences_in_different_states_gives_each_its_own_logits(
+    family: str, tmp_path: Path, namespace: str
+) -> None:
     model = build(family)
-    sequences = Sequences(load(save(model, tmp_path)))
+    sequences = Sequences(load(save(model, tmp_path), namespace=namespace))
     texts = {"long": random_ids(40, 1), "short": random_ids(3, 2), "late": random_ids(17, 3)}
     for name, text in texts.items():
         sequences.begin(name, len(text))
@@ -199,23 +206,23 @@ def test_a_batch_of_sequences_in_different_states_gives_each_its_own_logits(fami
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_bfloat16_errs_at_most_twice_as_much_as_transformers(family: str, tmp_path: Path) -> None:
+def test_bfloat16_errs_at_most_twice_as_much_as_transformers(family: str, tmp_path: Path, namespace: str) -> None:
     folder = save(build(family, num_hidden_layers=4, hidden_size=128, intermediate_size=256), tmp_path / "float32")
     folder = save(reload(family, folder, torch.bfloat16), tmp_path / "bfloat16")
     text = random_ids(100)
     exact = logits_of(reload(family, folder, torch.float32), text)
     theirs = (logits_of(reload(family, folder, torch.bfloat16), text) - exact).abs()
-    ours = (Sequences(load(folder, torch.bfloat16)).logits(text) - exact).abs()
+    ours = (Sequences(load(folder, torch.bfloat16, namespace)).logits(text) - exact).abs()
     assert ours.max() < 2 * theirs.max()
     assert ours.mean() < 2 * theirs.mean()
 
 
-def test_a_float16_checkpoint_is_widened_without_loss(tmp_path: Path) -> None:
+def test_a_float16_checkpoint_is_widened_without_loss(tmp_path: Path, namespace: str) -> None:
     folder = save(build("llama"), tmp_path / "float32")
     folder = save(reload("llama", folder, torch.float16), tmp_path / "float16")
     text = random_ids(20)
     expected = logits_of(reload("llama", folder, torch.float32), text)
-    assert relative_error(Sequences(load(folder)).logits(text), expected) < 2e-4
+    assert relative_error(Sequences(load(folder, namespace=namespace)).logits(text), expected) < 2e-4
 
 
 def spelled_as_in_version_4(model: PreTrainedModel, folder: Path) -> Path:
@@ -230,15 +237,15 @@ def spelled_as_in_version_4(model: PreTrainedModel, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
-def test_both_spellings_of_a_rope_give_the_same_logits(rope: str, tmp_path: Path) -> None:
+def test_both_spellings_of_a_rope_give_the_same_logits(rope: str, tmp_path: Path, namespace: str) -> None:
     model = build("llama", rope_parameters=ROPES[rope])
     text = random_ids(50)
-    new = Sequences(load(save(model, tmp_path / "new"))).logits(text)
-    old = Sequences(load(spelled_as_in_version_4(model, tmp_path / "old"))).logits(text)
+    new = Sequences(load(save(model, tmp_path / "new"), namespace=namespace)).logits(text)
+    old = Sequences(load(spelled_as_in_version_4(model, tmp_path / "old"), namespace=namespace)).logits(text)
     assert torch.equal(new, old)
 
 
-def test_gemma3_ropes_in_the_spelling_of_version_4(tmp_path: Path) -> None:
+def test_gemma3_ropes_in_the_spelling_of_version_4(tmp_path: Path, namespace: str) -> None:
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
@@ -248,4 +255,4 @@ def test_gemma3_ropes_in_the_spelling_of_version_4(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     edit_config(folder, rope_theta=2e6, rope_local_base_freq=5e3, rope_scaling=scaling)
     text = random_ids(50)
-    assert relative_error(Sequences(load(folder)).logits(text), logits_of(model, text)) < 2e-4
+    assert relative_error(Sequences(load(folder, namespace=namespace)).logits(text), logits_of(model, text)) < 2e-4

@@ -61,7 +61,7 @@ def test_a_slow_model_gets_smaller_steps_and_a_users_own_number_stands() -> None
     config = EngineConfig(model="m")
     assert resolve_max_num_batched_tokens(config, 0.3) == 512
     assert resolve_max_num_batched_tokens(config, 2.0) == 256
-    assert resolve_max_num_batched_tokens(config, 60.0) == 64
+    assert resolve_max_num_batched_tokens(config, 60.0) == 128
     assert resolve_max_num_batched_tokens(EngineConfig(model="m", max_num_batched_tokens=9), 60.0) == 9
 
 

@@ -1,0 +1,267 @@
+"""An engine without a model: the next token is a function of all tokens before it, read back through the blocks.
+
+FakeRunner plays the runner's part of the contract to the letter and checks the scheduler's: it keeps rows by the plan's
+news alone, writes tokens into slots of a fake KV pool, and "attends" by reading a sequence back through its blocks.
+So a wrong block, a hit on something never computed, a forgotten row or a write into a shared block changes a token or
+trips an assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from pagedllm.cache.kv_cache_manager import KVCacheManager
+from pagedllm.engine.core import EngineCore
+from pagedllm.engine.policy import FCFSPolicy, Policy
+from pagedllm.engine.scheduler import Scheduler
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagedllm.request import Request, TokenLogprobs
+from pagedllm.sampling_params import SamplingParams
+
+VOCAB_SIZE = 97
+EMPTY = -1
+
+NextToken = Callable[[Sequence[int], int], int]  # (all tokens before, the request's seed) -> id
+
+
+def hashed_token(token_ids: Sequence[int], seed: int) -> int:
+    """A model with a long memory: any wrong token before changes what comes."""
+    digest = blake2b(repr((tuple(token_ids), seed)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def logprob_of(token_ids: Sequence[int]) -> float:
+    return -(1 + hashed_token(token_ids, 1 << 60)) / 8  # exact in float32
+
+
+def reference_tokens(request: Request, next_token: NextToken = hashed_token) -> list[int]:
+    """What a plain loop gives: no cache, no batch. Ends by eos, stop ids and length; strings are tested elsewhere."""
+    params = request.sampling_params
+    ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
+    token_ids = request.token_ids[: request.num_prompt_tokens]
+    output: list[int] = []
+    while len(output) < request.max_output_tokens:
+        output.append(next_token([*token_ids, *output], request.seed))
+        if output[-1] in ends and len(output) >= params.min_tokens:
+            break
+    return output
+
+
+@dataclass
+class _Row:
+    token_ids: list[int]
+    block_ids: list[int]
+    seed: int
+
+
+@dataclass
+class FakeRunner:
+    """`execute` of an engine. `fail` names requests whose logits are not finite in a step, by request id."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    next_token: NextToken = hashed_token
+    non_finite: set[str] = field(default_factory=set)
+    plans: list[SchedulerOutput] = field(default_factory=list)
+    rows: dict[str, _Row] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = [EMPTY] * (self.num_blocks * self.block_size)
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.plans.append(plan)
+        self._update_rows(plan)
+        self._copy_blocks(plan)
+        written: dict[int, str] = {}
+        for scheduled in plan.scheduled:  # K and V of the whole batch are written before anyone attends
+            row = self.rows[scheduled.request_id]
+            end = scheduled.num_computed_tokens + scheduled.num_new_tokens
+            assert scheduled.num_new_tokens > 0
+            assert end <= len(row.token_ids)
+            for position in range(scheduled.num_computed_tokens, end):
+                slot = self._slot(row, position)
+                assert written.setdefault(slot, scheduled.request_id) == scheduled.request_id, "two requests, one slot"
+                self.slots[slot] = row.token_ids[position]
+        return self._sample(plan)
+
+    def _update_rows(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.released_request_ids:
+            self.rows.pop(request_id, None)
+        assert len({scheduled.request_id for scheduled in plan.scheduled}) == len(plan.scheduled)
+        assert sum(scheduled.num_new_tokens for scheduled in plan.scheduled) == plan.num_tokens
+        for scheduled in plan.scheduled:
+            if scheduled.new_request is not None:
+                assert scheduled.request_id not in self.rows, "a row is taken twice"
+                self.rows[scheduled.request_id] = _Row([], [], scheduled.new_request.seed)
+            row = self.rows[scheduled.request_id]
+            row.token_ids += scheduled.new_token_ids
+            row.block_ids += scheduled.new_block_ids[0]
+        assert len(self.rows) <= self.max_num_seqs
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        sources, targets = {pair[0] for pair in plan.blocks_to_copy}, [pair[1] for pair in plan.blocks_to_copy]
+        assert len(set(targets)) == len(targets)
+        assert not sources & set(targets)
+        for source, target in plan.blocks_to_copy:
+            for i in range(self.block_size):
+                self.slots[target * self.block_size + i] = self.slots[source * self.block_size + i]
+
+    def _slot(self, row: _Row, position: int) -> int:
+        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        sampled: list[tuple[int, ...]] = []
+        is_finite: list[bool] = []
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
+        for scheduled in plan.scheduled:
+            row = self.rows[scheduled.request_id]
+            end = scheduled.num_computed_tokens + scheduled.num_new_tokens
+            assert scheduled.first_logits_index == len(row.token_ids) - 1
+            is_finite.append(scheduled.request_id not in self.non_finite)
+            if end <= scheduled.first_logits_index or not is_finite[-1]:
+                sampled.append(())
+                logprobs.append(())
+                continue
+            seen = [self.slots[self._slot(row, position)] for position in range(end)]
+            token_id = self.next_token(seen, row.seed)
+            row.token_ids.append(token_id)
+            sampled.append((token_id,))
+            values = np.array([logprob_of(seen)], np.float32)
+            logprobs.append((TokenLogprobs(np.array([token_id], np.int32), values, 1),))
+        return ModelRunnerOutput(sampled, is_finite, logprobs)
+
+
+class LetterDetokenizer:
+    """Token i reads as one to three letters; half of the even ones hold their last letter back in a stream."""
+
+    def piece(self, token_id: int) -> str:
+        letters = "abcdefghij"
+        return "".join(letters[(token_id * k) % 10] for k in range(1, 2 + token_id % 3))
+
+    def decode(self, request: Request) -> str:
+        return "".join(map(self.piece, request.text_token_ids))
+
+    def stream(self, request: Request) -> LetterStream:
+        return LetterStream(self)
+
+
+@dataclass
+class LetterStream:
+    detokenizer: LetterDetokenizer
+    held: str = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = self.held + "".join(map(self.detokenizer.piece, token_ids))
+        cut = len(text) - (1 if token_ids[-1] % 4 == 0 else 0)
+        self.held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        text, self.held = self.held, ""
+        return text
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int],
+    max_output_tokens: int = 8,
+    *,
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+    priority: int = 0,
+    extra_keys: tuple[object, ...] = (),
+    **params: object,
+) -> Request:
+    token_ids = list(prompt)
+    return Request(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling_params=SamplingParams(max_tokens=max_output_tokens, **params),  # type: ignore[arg-type]
+        max_output_tokens=max_output_tokens,
+        seed=seed,
+        eos_token_ids=eos_token_ids,
+        priority=priority,
+        extra_keys=extra_keys,
+    )
+
+
+def make_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    *,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 10_000,
+    policy: Policy | None = None,
+    enable_prefix_caching: bool = True,
+    next_token: NextToken = hashed_token,
+) -> tuple[EngineCore, FakeRunner]:
+    runner = FakeRunner(num_blocks, block_size, max_num_seqs, next_token)
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=policy or FCFSPolicy(),
+    )
+    return EngineCore(scheduler, runner, LetterDetokenizer()), runner
+
+
+def run_all(engine: EngineCore, requests: Iterable[Request]) -> list[Request]:
+    """Adds and runs them to the end; returns them in the order they ended."""
+    for request in requests:
+        engine.add_request(request)
+    ended: list[Request] = []
+    while engine.has_unfinished_requests():
+        ended += engine.step()
+        assert_slots_conserved(engine)
+    return ended
+
+
+def assert_slots_conserved(engine: EngineCore) -> None:
+    """free + used == total, holders and counts agree, and no sequence wastes a block."""
+    assert_manager_conserved(engine.scheduler.kv_cache)
+    running = {request.request_id: request for request in engine.scheduler.running}
+    assert set(engine.scheduler.kv_cache.request_ids) == set(running)
+    for request in running.values():
+        (block_ids,) = engine.scheduler.kv_cache.block_ids(request)
+        waste = len(block_ids) * engine.scheduler.kv_cache.block_size - request.num_computed_tokens
+        assert 0 <= waste < engine.scheduler.kv_cache.block_size
+
+
+def assert_manager_conserved(kv_cache: KVCacheManager) -> None:
+    pool = kv_cache.pool
+    free = list(pool.free_block_queue)
+    held = [block for block in pool.blocks if block.ref_count > 0]
+    assert len(free) == pool.num_free
+    assert {block.block_id for block in free} | {block.block_id for block in held} == set(range(pool.num_blocks))
+    assert len(free) + len(held) == pool.num_blocks
+    holders = {block.block_id: 0 for block in pool.blocks}
+    num_slots = num_filled = 0
+    for table in kv_cache._tables.values():
+        num_slots += len(table.blocks) * kv_cache.block_size
+        num_filled += table.num_filled
+        for block in table.blocks:
+            holders[block.block_id] += 1
+    for source in kv_cache._copies.values():
+        holders[source.block_id] += 1
+    assert [block.ref_count for block in pool.blocks] == [holders[i] for i in range(pool.num_blocks)]
+    assert kv_cache.num_wasted_slots == num_slots - num_filled
+    cached = {block.block_hash: block for block in pool.blocks if block.block_hash is not None}
+    assert cached == pool._cached_blocks
+
+
+def assert_idle(engine: EngineCore) -> None:
+    """Nobody is left, and nothing that belonged to anybody."""
+    assert not engine.has_unfinished_requests()
+    assert_slots_conserved(engine)
+    assert engine.scheduler.kv_cache.pool.num_free == engine.scheduler.kv_cache.pool.num_blocks
+    assert engine.scheduler.requests == {}
+    assert engine.scheduler.running == []
+    assert engine._state.outputs._ends == {}

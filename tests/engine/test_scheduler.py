@@ -1,0 +1,459 @@
+"""Scheduler: exact plans, turns, preemption, and what can never run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedllm.cache.kv_cache_manager import KVCacheManager
+from pagedllm.engine.policy import FCFSPolicy, Policy, PriorityPolicy, make_policy
+from pagedllm.engine.scheduler import Scheduler
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
+from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.request import Request, RequestStatus, TokenLogprobs
+from pagedllm.sampling_params import SamplingParams
+from tests.engine.fakes import assert_manager_conserved, make_request
+
+
+def make_scheduler(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 100,
+    max_model_len: int = 1000,
+    policy: Policy | None = None,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    return Scheduler(
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=policy or FCFSPolicy(),
+    )
+
+
+def append(request: Request, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+    """As OutputProcessor, but ends by length only."""
+    request.token_ids.append(token_id)
+    if request.num_output_tokens >= request.max_output_tokens:
+        request.finish_reason = "length"
+    return request.finish_reason is not None
+
+
+def results(plan: SchedulerOutput, token_id: int = 7, failed: tuple[str, ...] = ()) -> ModelRunnerOutput:
+    """Samples token_id wherever the last token was computed."""
+    is_last = [s.num_computed_tokens + s.num_new_tokens > s.first_logits_index for s in plan.scheduled]
+    is_finite = [s.request_id not in failed for s in plan.scheduled]
+    sampled = [(token_id,) if last and finite else () for last, finite in zip(is_last, is_finite, strict=True)]
+    return ModelRunnerOutput(sampled, is_finite)
+
+
+def update(scheduler: Scheduler, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[Request]:
+    scheduler.update(plan, result, append)
+    ended = scheduler.ended
+    scheduler.forget_ended({request.request_id for request in ended})
+    return ended
+
+
+def step(
+    scheduler: Scheduler, token_id: int = 7, failed: tuple[str, ...] = ()
+) -> tuple[SchedulerOutput, list[Request]]:
+    plan = scheduler.schedule()
+    ended = update(scheduler, plan, results(plan, token_id, failed))
+    assert_manager_conserved(scheduler.kv_cache)
+    return plan, ended
+
+
+def shares(plan: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(s.request_id, s.num_computed_tokens, s.num_new_tokens) for s in plan.scheduled]
+
+
+def test_a_new_request_tells_all_and_a_running_one_only_news() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [5, 6, 7], 4, seed=9, eos_token_ids=(2,))
+    scheduler.add(request)
+    plan, _ = step(scheduler, 8)
+    new = NewRequestData(3, request.sampling_params, 9, (2,))
+    assert plan == SchedulerOutput(
+        scheduled=(ScheduledRequest("a", 0, 3, (5, 6, 7), (), ((0,),), 2, new_request=new),), num_tokens=3
+    )
+    assert request.token_ids == [5, 6, 7, 8]
+    plan, _ = step(scheduler, 9)
+    assert plan == SchedulerOutput(scheduled=(ScheduledRequest("a", 3, 1, (), (), ((),), 3),), num_tokens=1)
+    plan, _ = step(scheduler, 10)
+    assert plan.scheduled == (ScheduledRequest("a", 4, 1, (), (), ((1,),), 4),)
+    plan, ended = step(scheduler, 11)
+    assert ended == [request]
+    assert request.output_token_ids == [8, 9, 10, 11]
+    scheduler.add(make_request("b", [1]))
+    assert scheduler.schedule().released_request_ids == ("a",)
+
+
+def test_chunks_and_decodes_share_a_step_and_the_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("a", range(3), 9))
+    scheduler.add(make_request("b", range(100, 112), 9))
+    scheduler.add(make_request("c", range(200, 203), 9))
+    assert shares(step(scheduler)[0]) == [("a", 0, 3), ("b", 0, 5)]
+    assert shares(step(scheduler)[0]) == [("a", 3, 1), ("b", 5, 7)]
+    assert shares(step(scheduler)[0]) == [("a", 4, 1), ("b", 12, 1), ("c", 0, 3)]
+
+
+def test_a_chunk_samples_nothing_until_the_last_token_is_computed() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    request = make_request("a", range(5), 2)
+    scheduler.add(request)
+    for num_computed_tokens, num_output_tokens in ((2, 0), (4, 0), (5, 1)):
+        plan, _ = step(scheduler)
+        assert plan.scheduled[0].first_logits_index == 4
+        assert (request.num_computed_tokens, request.num_output_tokens) == (num_computed_tokens, num_output_tokens)
+
+
+def test_max_num_seqs_bounds_who_runs_and_the_waiting_hold_no_block() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    requests = [make_request(name, range(100 * i, 100 * i + 3), 2) for i, name in enumerate("abcd")]
+    for request in requests:
+        scheduler.add(request)
+    assert shares(step(scheduler)[0]) == [("a", 0, 3), ("b", 0, 3)]
+    assert scheduler.kv_cache.request_ids == ("a", "b")
+    assert scheduler.stats.num_waiting == 2
+    plan, ended = step(scheduler)
+    assert ended == requests[:2]
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("c", 0, 3), ("d", 0, 3)]
+    assert plan.released_request_ids == ("a", "b")
+
+
+def test_equal_prompts_of_one_step_are_computed_once() -> None:
+    scheduler = make_scheduler()
+    for name in "abc":
+        scheduler.add(make_request(name, range(9), 3))
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("a", 0, 9), ("b", 8, 1), ("c", 8, 1)]
+    assert [s.new_block_ids for s in plan.scheduled] == [((0, 1, 2),), ((0, 1, 3),), ((0, 1, 4),)]
+    assert (scheduler.stats.num_prompt_tokens, scheduler.stats.num_cached_tokens) == (27, 16)
+
+
+@pytest.mark.parametrize(("length", "num_cached"), [(1, 0), (3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8)])
+def test_a_full_hit_leaves_at_least_the_last_token_to_compute(length: int, num_cached: int) -> None:
+    scheduler = make_scheduler()
+    first, second, third = (make_request(name, range(length), 1) for name in ("first", "second", "third"))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    scheduler.add(third)
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("third", num_cached, length - num_cached)]
+    assert [r.num_cached_tokens for r in (first, second, third)] == [0, num_cached, num_cached]
+    assert [r.output_token_ids for r in (first, second, third)] == [[7]] * 3
+
+
+def test_admission_leaves_a_block_for_each_running_request() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    for name in "abc":
+        scheduler.add(make_request(name, range(4), 4))
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("a", 0, 4), ("b", 0, 4)]  # c would leave one block for two
+
+
+def test_the_latest_is_preempted_and_comes_back_with_its_whole_table() -> None:
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    a, b = make_request("a", range(3), 12), make_request("b", range(10, 13), 12)
+    scheduler.add(a)
+    scheduler.add(b)
+    for _ in range(5):
+        plan, _ = step(scheduler)
+    assert shares(plan) == [("a", 6, 1), ("b", 6, 1)]
+    plan, _ = step(scheduler)
+    plan, _ = step(scheduler)  # a asks for a third block, and only b has one to give
+    assert shares(plan) == [("a", 8, 1)]
+    assert plan.released_request_ids == ("b",)
+    assert plan.scheduled[0].new_block_ids == ((3,),)
+    assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    assert scheduler.kv_cache.request_ids == ("a",)
+    assert scheduler.stats.num_preemptions == 1
+    while not a.is_finished:
+        plan, _ = step(scheduler)
+        assert [s.request_id for s in plan.scheduled] == ["a"]
+    plan, _ = step(scheduler)
+    (resumed,) = plan.scheduled
+    assert (resumed.num_computed_tokens, resumed.num_new_tokens, resumed.first_logits_index) == (0, 9, 8)
+    assert resumed.new_token_ids == (10, 11, 12, 7, 7, 7, 7, 7, 7, 7)[:9]
+    assert len(resumed.new_block_ids[0]) == 3
+    assert resumed.new_request is not None
+    assert resumed.new_request.num_prompt_tokens == 3
+
+
+def test_a_preempted_request_starts_again_from_what_the_cache_still_holds() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    a, b = make_request("a", range(3), 8), make_request("b", range(10, 13), 12)
+    scheduler.add(a)
+    scheduler.add(b)
+    while not b.num_preemptions:
+        step(scheduler)
+    while not a.is_finished:
+        step(scheduler)
+    plan, _ = step(scheduler)
+    assert plan.scheduled[0].request_id == "b"
+    assert plan.scheduled[0].num_computed_tokens == 4
+    assert b.num_cached_tokens == 0  # of its prompt, at its first admission
+
+
+class EarliestFirst(FCFSPolicy):
+    """Preempts those who came first, who are in the plan already."""
+
+    def victim_key(self, request: Request) -> tuple[int, ...]:
+        return (-request.arrival,)
+
+
+def test_a_victim_that_is_in_the_plan_already_leaves_it_and_gives_its_tokens_back() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=9, policy=EarliestFirst())
+    for i, name in enumerate("abc"):
+        scheduler.add(make_request(name, range(10 * i, 10 * i + 3), 20))
+    for _ in range(2):
+        step(scheduler)
+    for _ in range(3):
+        plan, _ = step(scheduler)
+    assert shares(plan) == [("a", 6, 1), ("b", 6, 1), ("c", 6, 1)]
+    step(scheduler)
+    # Three hold six blocks. a asks for a third: the first is safe, b comes before c, and its two blocks serve both.
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("a", 8, 1), ("c", 8, 1)]
+    assert plan.released_request_ids == ("b",)
+    assert plan.num_tokens == 2
+
+
+def test_the_plan_loses_what_a_scheduled_victim_had_offered_to_the_cache() -> None:
+    """b completes a block in the plan, then c asks for a block and the policy takes b's."""
+    scheduler = make_scheduler(num_blocks=5, policy=EarliestFirst())
+    for name, prompt in (("a", range(2)), ("b", range(10, 13)), ("c", range(20, 24))):
+        scheduler.add(make_request(name, prompt, 20))
+    step(scheduler)
+    scheduler.kv_cache.pool.allocate(2)  # nothing is free now
+    b_tokens = [*range(10, 13), 7, 0]
+    plan = scheduler.schedule()
+    assert shares(plan) == [("a", 2, 1), ("c", 4, 1)]
+    assert plan.scheduled[1].new_block_ids == ((1,),)
+    assert scheduler.kv_cache.get_computed_blocks(make_request("b again", b_tokens), 4) == ([],)
+
+
+def test_priority_serves_lower_numbers_first_and_preempts_the_least_urgent() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2, policy=PriorityPolicy(), enable_prefix_caching=False)
+    for name, priority in (("late", 5), ("soon", 1), ("now", 0), ("soon too", 1)):
+        scheduler.add(make_request(name, range(3), 20, priority=priority))
+    plan, _ = step(scheduler)
+    assert [s.request_id for s in plan.scheduled] == ["now", "soon"]
+    while not scheduler.stats.num_preemptions:
+        plan, _ = step(scheduler)
+    assert plan.released_request_ids == ("soon",)
+    while "soon" in scheduler.requests and scheduler.requests["soon"].status is not RequestStatus.RUNNING:
+        plan, _ = step(scheduler)
+    assert plan.scheduled[0].request_id == "soon"  # before "soon too": it came first
+
+
+def test_failed_logits_cost_their_own_request_and_send_back_who_shared_its_new_blocks() -> None:
+    scheduler = make_scheduler()
+    owner, user, other = (
+        make_request("owner", range(9)),
+        make_request("user", range(12)),
+        make_request("other", range(50, 55)),
+    )
+    for request in (owner, user, other):
+        scheduler.add(request)
+    plan, ended = step(scheduler, failed=("owner", "user"))
+    assert shares(plan) == [("owner", 0, 9), ("user", 8, 4), ("other", 0, 5)]
+    assert ended == [owner]
+    assert owner.finish_reason == "error"
+    assert owner.error is not None
+    assert owner.error.code == "non_finite_logits"
+    assert (user.status, user.output_token_ids) == (RequestStatus.PREEMPTED, [])
+    assert other.output_token_ids == [7]
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("other", 5, 1), ("user", 0, 12)]
+    assert plan.released_request_ids == ("user", "owner")
+    assert user.output_token_ids == [7]
+
+
+def test_two_failing_owners_of_one_plan_send_a_shared_user_back_once() -> None:
+    scheduler = make_scheduler()
+    first, second, user = (
+        make_request("first", range(4)),
+        make_request("second", range(8)),
+        make_request("user", range(9)),
+    )
+    for request in (first, second, user):
+        scheduler.add(request)
+    plan, ended = step(scheduler, failed=("first", "second"))
+    assert shares(plan) == [("first", 0, 4), ("second", 4, 4), ("user", 8, 1)]
+    assert ended == [first]
+    assert (second.num_preemptions, user.num_preemptions) == (1, 1)
+    plan, _ = step(scheduler)
+    assert shares(plan) == [("second", 0, 8), ("user", 8, 1)]
+
+
+def test_an_error_of_one_request_ends_it_with_that_error() -> None:
+    scheduler = make_scheduler()
+    a, b = make_request("a", range(3)), make_request("b", range(3))
+    scheduler.add(a)
+    scheduler.add(b)
+    plan = scheduler.schedule()
+    error = RequestError("invalid_parameter", "its callable raised")
+    ended = update(scheduler, plan, ModelRunnerOutput([(), (7,)], [True, True], errors={"a": error}))
+    assert ended == [a]
+    assert (a.error, a.finish_reason) == (error, "error")
+    assert b.output_token_ids == [7]
+
+
+def test_an_update_takes_any_number_of_tokens_and_rolls_back_rejected_drafts() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", range(3), 6)
+    scheduler.add(request)
+    step(scheduler)
+    plan = scheduler.schedule()
+    scheduler.update(plan, ModelRunnerOutput([(8, 9, 10)], [True]), append)
+    assert (request.output_token_ids, request.num_computed_tokens) == ([7, 8, 9, 10], 6)
+    plan = scheduler.schedule()
+    assert shares(plan) == [("a", 6, 1)]
+    ended = update(scheduler, plan, ModelRunnerOutput([(11, 12, 13, 14)], [True]))
+    assert ended == [request]
+    assert request.output_token_ids == [7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_output_tokens", "code"),
+    [(0, 1, "empty_prompt"), (11, 1, "prompt_too_long"), (10, 1, "prompt_too_long"), (10, 0, None), (9, 1, None)],
+)
+def test_prompts_that_max_model_len_refuses(num_tokens: int, max_output_tokens: int, code: str | None) -> None:
+    scheduler = make_scheduler(max_model_len=10)
+    request = make_request("a", range(num_tokens), max_output_tokens)
+    scheduler.add(request)
+    assert (request.error and request.error.code) == code
+
+
+def test_a_prompt_beyond_max_model_len_is_told_with_numbers() -> None:
+    scheduler = make_scheduler(max_model_len=4096)
+    request = make_request("a", [1] * 5210)
+    scheduler.add(request)
+    assert str(request.error) == "5,210 tokens exceed max_model_len 4,096 by 1,114"
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(16, True), (17, False), (40, False)])
+def test_a_prompt_larger_than_the_pool_fails_at_once_and_the_others_run(num_tokens: int, fits: bool) -> None:
+    for place in range(3):
+        scheduler = make_scheduler(num_blocks=4)
+        requests = [make_request(f"r{i}", range(3), 2) for i in range(2)]
+        big = make_request("big", range(num_tokens), 5)
+        requests.insert(place, big)
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_unfinished_requests:
+            step(scheduler)
+        assert [r.finish_reason for r in requests if r is not big] == ["length"] * 2
+        if fits:  # one token comes of a full pool, then there is no room for more
+            assert (big.finish_reason, big.num_output_tokens) == ("length", 1)
+        else:
+            assert big.error is not None
+            assert big.error.code == "never_fits"
+            assert "17 tokens" in str(big.error) or "40 tokens" in str(big.error)
+
+
+def test_an_output_ends_where_the_pool_does() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    request = make_request("a", range(5), 100)
+    scheduler.add(request)
+    while scheduler.has_unfinished_requests:
+        step(scheduler)
+    assert (request.finish_reason, len(request.token_ids)) == ("length", 17)
+    assert request.num_preemptions == 0
+
+
+def test_without_progress_it_raises_and_tells_the_state() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("stuck", range(9)))
+    scheduler.kv_cache.pool.allocate(2)  # a leak
+    with pytest.raises(
+        RuntimeError, match=r"no request can advance: 0 running, 1 waiting, 2 of 4 blocks free(.|\n)*stuck"
+    ):
+        scheduler.schedule()
+
+
+def test_a_lonely_request_without_a_block_raises_and_tells_the_state() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("stuck", range(4)))
+    step(scheduler)
+    scheduler.kv_cache.pool.allocate(3)
+    with pytest.raises(RuntimeError, match="one request alone finds no free block: 1 running"):
+        scheduler.schedule()
+
+
+def test_aborted_waiting_requests_are_let_go() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    requests = [make_request(str(i), [1, 2], 3) for i in range(100)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    for request in requests[:97]:
+        scheduler.abort(request)
+    assert len(scheduler._waiting) <= 6
+    while scheduler.has_unfinished_requests:
+        step(scheduler)
+    assert [r.finish_reason for r in requests] == ["abort"] * 97 + ["length"] * 3
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_queue() -> None:
+    """Counted, not timed: admission keys and lookups of one step."""
+    calls: list[str] = []
+
+    class Counting(FCFSPolicy):
+        def admission_key(self, request: Request) -> tuple[int, ...]:
+            calls.append(request.request_id)
+            return super().admission_key(request)
+
+    scheduler = make_scheduler(max_num_seqs=2, policy=Counting())
+    for i in range(1000):
+        scheduler.add(make_request(str(i), [1, 2], 3))
+    step(scheduler)
+    calls.clear()
+    step(scheduler)
+    assert calls == []
+    assert all(not request.block_hashes for request in list(scheduler.requests.values())[2:])
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make_scheduler(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_policies_by_name() -> None:
+    assert isinstance(make_policy("fcfs"), FCFSPolicy)
+    assert isinstance(make_policy("priority"), PriorityPolicy)
+    with pytest.raises(NotSupportedError, match="'offline' is not supported yet"):
+        make_policy("offline")
+    with pytest.raises(ValueError, match=r"scheduling_policy must be .* got 'lifo'"):
+        make_policy("lifo")  # type: ignore[arg-type]
+
+
+def test_the_first_plan_after_a_rebuild_releases_every_row_the_runner_may_hold() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_request(name, range(3), 2 if name == "a" else 9))
+    step(scheduler)
+    step(scheduler)
+    scheduler.schedule()  # tells of a's end and brings c in; its execution fails
+    rebuilt = scheduler.emptied()
+    assert rebuilt.stats is scheduler.stats
+    rebuilt.add(make_request("d", range(3)))
+    assert sorted(rebuilt.schedule().released_request_ids) == ["a", "b", "c"]
+
+
+def test_params_reach_the_runner_as_they_are() -> None:
+    scheduler = make_scheduler()
+    params = SamplingParams(temperature=0.5, logprobs=3)
+    request = make_request("a", [1])
+    request.sampling_params = params
+    request.rope_variant = 2
+    scheduler.add(request)
+    new = scheduler.schedule().scheduled[0].new_request
+    assert new == NewRequestData(1, params, 0, (), 2)

@@ -1,0 +1,86 @@
+"""What doctor finds, and what it says to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from pagedllm import doctor, self_test
+from pagedllm.runtime.device import MemoryLimits, ThreadLimits
+
+
+def test_a_finding_is_verdict_what_value_and_advice():
+    assert str(doctor.Finding("ok", "torch", "2.13.0")) == "ok    torch         2.13.0"
+    assert str(doctor.Finding("warn", "gguf", "missing", "install it")) == "warn  gguf          missing -> install it"
+
+
+def test_this_machine_is_well():
+    findings = {finding.what: finding for finding in doctor.examine()}
+    assert [f"{finding}" for finding in findings.values() if finding.verdict == "fail"] == []
+    assert set(findings) >= {"platform", "torch", "transformers", "kernels", "threads", "memory", "gguf", "self-test"}
+    assert findings["self-test"].value == "3 tokens equal to the reference, in bfloat16 and float32"
+
+
+def test_a_missing_library_is_a_failure_with_the_build_command(monkeypatch, tmp_path):
+    monkeypatch.setattr("pagedllm.ops.library.LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr("torch.ops.loaded_libraries", set())
+    finding = doctor.check_kernels()
+    assert finding.verdict == "fail"
+    assert "do not exist; build them: pip install" in finding.value
+    assert doctor.check_self_test().verdict == "fail"
+
+
+def test_a_forced_instruction_set_is_a_warning(monkeypatch):
+    monkeypatch.setenv("PAGEDLLM_KERNELS", "reference")
+    finding = doctor.check_kernels()
+    assert (finding.verdict, finding.value) == ("warn", "reference, forced by PAGEDLLM_KERNELS")
+
+
+def test_kernels_that_give_other_tokens_fail_the_self_test(monkeypatch):
+    monkeypatch.setattr(self_test, "generate_tokens", lambda kernels, dtype: [1, 2, 3 if kernels == "auto" else 4])
+    finding = doctor.check_self_test()
+    assert finding.verdict == "fail"
+    assert finding.value == "bfloat16: the kernels give tokens [1, 2, 3], the reference [1, 2, 4]"
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("2.9.1", "fail  torch         2.9.1 -> pip install 'torch>=2.10'"),
+        ("2.10.0+cpu", "ok    torch         2.10.0+cpu"),
+        (None, "fail  torch         missing -> pip install 'torch>=2.10'"),
+    ],
+)
+def test_versions_are_compared_as_numbers(monkeypatch, version, line):
+    def find(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    assert str(next(doctor.check_versions())) == line
+
+
+def test_nothing_that_needs_torch_is_tried_without_it(monkeypatch):
+    monkeypatch.setattr(doctor, "check_versions", lambda: iter([doctor.Finding("fail", "torch", "missing")]))
+    assert [finding.what for finding in doctor.examine()] == ["platform", "torch"]
+
+
+def test_threads_tell_affinity_and_quota(monkeypatch):
+    monkeypatch.setattr("pagedllm.runtime.device.read_thread_limits", lambda: ThreadLimits(8, 2.0))
+    assert doctor.check_threads().value == "affinity 8, quota 2 -> 2"
+
+
+def test_little_memory_is_a_warning(monkeypatch):
+    limits = MemoryLimits(total=4 << 30, available=1 << 30, reserved=1 << 29)
+    monkeypatch.setattr("pagedllm.runtime.device.read_memory_limits", lambda: limits)
+    finding = doctor.check_memory()
+    assert (finding.verdict, finding.value) == ("warn", "0.5 GiB free of 4.0 GiB")
+
+
+def test_a_missing_extra_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [str(finding) for finding in doctor.check_extras()] == [
+        "warn  gguf          missing: GGUF files cannot be read -> pip install 'pagedllm[gguf]'"
+    ]
