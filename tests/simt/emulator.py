@@ -80,12 +80,16 @@ class Emulator:
     def __init__(self, path: Path = LIBRARY) -> None:
         torch.ops.load_library(str(path))
         self._library = ctypes.CDLL(str(path))
-        for name in ("simt_counter_names", "simt_profile_end", "simt_last_error"):
+        for name in ("simt_counter_names", "simt_profile_end", "simt_last_error", "pagedllm_signatures"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self._counter_names = self._library.simt_counter_names().decode().split()
 
     def configure(self, order: int = FORWARD, seed: int = 1) -> None:
         self._library.simt_configure(order, ctypes.c_uint64(seed))
+
+    def signatures(self) -> list[str]:
+        """The schemas of the operators that the library implements."""
+        return self._library.pagedllm_signatures().decode().splitlines()
 
     def counters(self) -> dict[str, int]:
         """Since the process began."""
