@@ -87,7 +87,8 @@ def find_torch() -> Path:
 def find_nvcc() -> str | None:
     cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [f"{cuda_home}/bin/nvcc"] if cuda_home else []
-    candidates += [path for path in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if path]
+    if on_path := shutil.which("nvcc"):
+        candidates.append(on_path)
     spec = importlib.util.find_spec("nvidia")  # a namespace package: pip's nvidia-cuda-nvcc
     for folder in spec.submodule_search_locations or () if spec else ():
         candidates += sorted(map(str, Path(folder).glob("*/bin/nvcc")), reverse=True)
@@ -98,16 +99,17 @@ def kinds_to_build() -> list[str]:
     asked = os.environ.get("PAGEDLLM_BUILD")
     if asked:
         kinds = [kind.strip() for kind in asked.split(",")]
-        unknown = set(kinds) - {"cpu", "cuda", "simt"}
+        unknown = sorted(set(kinds) - {"cpu", "cuda", "simt"})
         if unknown:
-            raise PlatformError(f"PAGEDLLM_BUILD must list cpu, cuda, simt, got {', '.join(sorted(unknown))!r}")
+            raise SystemExit(f"error: PAGEDLLM_BUILD must list cpu, cuda or simt, got {unknown[0]!r}")
         if "cuda" in kinds and find_nvcc() is None:
-            raise PlatformError(
-                "PAGEDLLM_BUILD asks for cuda, but nvcc was not found by CUDA_HOME, PATH or pip packages"
+            raise SystemExit(
+                "error: PAGEDLLM_BUILD asks for cuda, but nvcc was not found by CUDA_HOME, PATH or in the pip package "
+                "nvidia-cuda-nvcc"
             )
         return kinds
     version = (find_torch() / "version.py").read_text()
-    if re.search(r"^cuda.* = None", version, re.MULTILINE):
+    if re.search(r"^cuda\b.*= None", version, re.MULTILINE):
         return ["cpu"]
     if find_nvcc() is None:
         print("nvcc was not found: the CUDA kernels are not built", flush=True)
@@ -169,7 +171,11 @@ class Jobs:
         objects = []
         for source in sorted([*self.device_bindings(), *Path("csrc/cuda").glob("*.cu")]):
             output = BUILD / "cuda" / f"{source.stem}{source.suffix}.o"
-            includes = [f"-isystem={self.torch / 'include'}", self.torch_flags[1]] if source.suffix == ".cpp" else []
+            includes = (
+                [f"-isystem={self.torch / 'include'}", self.torch_flags[1], "-DUSE_CUDA"]
+                if source.suffix == ".cpp"
+                else []
+            )
             depfile = ["-MD", "-MF", str(output.with_suffix(".d"))]
             self.compile[output] = [*nvcc, *flags, *includes, *depfile, "-c", str(source), "-o", str(output)]
             objects.append(output)

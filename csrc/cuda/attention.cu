@@ -1,7 +1,6 @@
 // Chooses the kernels of a head_dim; each is compiled in a file of its own (attention_d*.cu), so that compilers can run
 // side by side.
 #include "cuda/attention.h"
-
 #include "cuda/device.cuh"
 
 namespace pagedllm {

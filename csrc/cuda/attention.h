@@ -25,13 +25,13 @@ struct PagedAttentionParams {
   const int32_t *cu_seqlens_q, *seq_lens;  // [num_seqs + 1], [num_seqs]
   const AttentionWork* work;               // a header row, then the items
   const AttentionMerge* merge;             // likewise
-  float* workspace;    // [slots][num_kv_heads][16 rows * head_dim accumulators, then 16 * (max, sum)]
-  const float* sinks;  // [num_kv_heads * group] or null
-  int64_t q_stride, out_stride;                          // elements between tokens
-  int32_t cache_block_stride, cache_head_stride;         // elements
+  float* workspace;              // [slots][num_kv_heads][16 rows * head_dim accumulators, then 16 * (max, sum)]
+  const float* sinks;            // [num_kv_heads * group] or null
+  int64_t q_stride, out_stride;  // elements between tokens
+  int32_t cache_block_stride, cache_head_stride;  // elements
   int32_t block_table_stride;
-  int32_t num_kv_heads, group;  // group: query heads of a KV head
-  uint32_t group_magic;         // the group's FastDivisor; paged_attention() fills it in
+  int32_t num_kv_heads, group;    // group: query heads of a KV head
+  uint32_t group_magic;           // the group's FastDivisor; paged_attention() fills it in
   int32_t head_dim, block_shift;  // block_size = 1 << block_shift
   float scale, softcap;
   float tanh_scale;  // scale / softcap * 2 log2(e); paged_attention() fills it in

@@ -1,7 +1,8 @@
 // The attention of one item: ROWS packed rows (token, head in group) over a range of keys, on tensor cores.
 //
 //   64, 128 rows   prefill: each of 4 warps has 16 or 32 rows, all keys, all columns
-//   16 rows        decode: the 4 warps share the rows; for q.k each has 16 of a tile's 64 keys, for p.v a quarter of the
+//   16 rows        decode: the 4 warps share the rows; for q.k each has 16 of a tile's 64 keys, for p.v a quarter of
+//   the
 //                  columns over all 64 keys
 //
 // Both do the same operations on a row in the same order (exactness rule b): q.k runs over head_dim in order, the
@@ -26,7 +27,7 @@ struct OnePair<half> {
 template <class T, int D, int ROWS>
 class AttentionBlock {
   using S = Tile<D, ROWS>;
-  using RowSwizzle = Swizzle<S::kChunks>;         // of Q, K and V
+  using RowSwizzle = Swizzle<S::kChunks>;        // of Q, K and V
   using WeightSwizzle = Swizzle<kTileKeys / 8>;  // of P
   static constexpr int G = S::kGroups;
   static constexpr int N = S::kKeyTiles;
@@ -157,7 +158,7 @@ class AttentionBlock {
         load_matrix(b, RowSwizzle::advance(k_byte, 2 * k) + 16 * n * RowSwizzle::kRowBytes);
 #pragma unroll
         for (int i = 0; i < G; ++i) {
-          const uint32_t(&a)[4] = S::kKeepsQ ? q_fragments[k] : again[i];
+          const uint32_t (&a)[4] = S::kKeepsQ ? q_fragments[k] : again[i];
           multiply_add<T>(s[i][2 * n], a, b[0], b[1]);
           multiply_add<T>(s[i][2 * n + 1], a, b[2], b[3]);
         }
@@ -228,7 +229,8 @@ class AttentionBlock {
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          *shared_memory<uint32_t>(WeightSwizzle::advance(p_byte, n) + 8 * h * WeightSwizzle::kRowBytes) = weights[0][n][h];
+          *shared_memory<uint32_t>(WeightSwizzle::advance(p_byte, n) + 8 * h * WeightSwizzle::kRowBytes) =
+              weights[0][n][h];
     }
     if (!__any_sync(kAllLanes, has_moved)) return;  // multiplying by exactly 1 changes nothing
 #pragma unroll
@@ -292,7 +294,8 @@ class AttentionBlock {
       for (int n = 0; n < C / 2; ++n) {
         if (!has_pair(n, warp)) continue;
         uint32_t b[4];
-        load_matrix_transposed(b, RowSwizzle::advance(v_byte, S::kSharesRows ? 8 * n : 2 * n) + 16 * k * RowSwizzle::kRowBytes);
+        load_matrix_transposed(
+            b, RowSwizzle::advance(v_byte, S::kSharesRows ? 8 * n : 2 * n) + 16 * k * RowSwizzle::kRowBytes);
 #pragma unroll
         for (int i = 0; i < G; ++i) {
           multiply_add<T>(o[i][2 * n], a[i], b[0], b[1]);
@@ -346,7 +349,8 @@ class AttentionBlock {
       const Partial<D> partial = partial_of(row);
       if (has_state) *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);
       float2* accumulators = partial.accumulators(row % kSlotRows, first_column());
-      for_each_column([&](int n, int chunk) { accumulators[chunk * 4] = make_float2(o[i][n][2 * h], o[i][n][2 * h + 1]); });
+      for_each_column(
+          [&](int n, int chunk) { accumulators[chunk * 4] = make_float2(o[i][n][2 * h], o[i][n][2 * h + 1]); });
     });
   }
   // What save() left there; barriers lie between.
@@ -367,10 +371,9 @@ class AttentionBlock {
     });
   }
 
-  // Through shared memory, so that the rows leave in 16-byte stores: from the fragments they would be 4-byte ones, which
-  // write every sector twice.
+  // In place of Q, which was last read before the barrier that the last p.v waited at. Through shared memory, so that
+  // the rows leave in 16-byte stores: from the fragments they would be 4-byte ones, which write every sector twice.
   __device__ __forceinline__ void store_output(bool is_active) {
-    __syncthreads();  // all warps have done with Q
     if (is_active) {
       for_each_row([&](int i, int h, int row) {
         const float sink = sink_log2(p, item.q_head(item.work().first_row + row));
@@ -399,7 +402,8 @@ class AttentionBlock {
 };
 
 template <class T, int D, int ROWS>
-__global__ void __launch_bounds__(kThreads, ROWS == 16 && D <= 128 ? 3 : 2) attention_kernel(const __grid_constant__ PagedAttentionParams p) {
+__global__ void __launch_bounds__(kThreads, ROWS == 16 && D <= 128 ? 3 : 2)
+    attention_kernel(const __grid_constant__ PagedAttentionParams p) {
   const int32_t* header = reinterpret_cast<const int32_t*>(p.work);
   const int num_128 = header[1], num_64 = header[2], num_16 = header[3];
   const int begin = ROWS == 128 ? 0 : ROWS == 64 ? num_128 : num_128 + num_64;

@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
       const int token = group_divisor.divide(item.first_row + row);
       const int q_head = kv_head * group + item.first_row + row - token * group;
       const float factor = normalizer(state, sink_log2(p, q_head));
-      T* out = static_cast<T*>(p.out) + (first_token + token) * p.out_stride + static_cast<int64_t>(q_head) * D + column;
+      T* out =
+          static_cast<T*>(p.out) + (first_token + token) * p.out_stride + static_cast<int64_t>(q_head) * D + column;
       *reinterpret_cast<uint32_t*>(out) = pack<T>(sum.x * factor, sum.y * factor);
     }
   }

@@ -2,7 +2,8 @@
 //
 // Shared memory of a block:
 //
-//   [ Q: ROWS x head_dim, at the end the output ][ P: 16 x 64 ][ row maxima: 4 x 16 ][ slot 0 ][ slot 1 ] ... [ slot N-1 ]
+//   [ Q: ROWS x head_dim, at the end the output ][ P: 16 x 64 ][ row maxima: 4 x 16 ][ slot 0 ][ slot 1 ] ... [ slot
+//   N-1 ]
 //                                                 only where the warps share the rows
 //
 // A slot holds 64 keys of K or of V. K of tile 0, V of tile 0, K of tile 1, ... run through the ring of slots; all but
@@ -17,8 +18,8 @@ namespace pagedllm {
 constexpr int kTileKeys = 64;    // keys reduced together, at absolute positions: part of the result's definition
 constexpr int kSplitKeys = 512;  // keys of one partial result, likewise
 constexpr int kTilesPerSplit = kSplitKeys / kTileKeys;
-constexpr int kSlotRows = 16;  // rows of one partial result
-constexpr int kThreads = 128;  // of a block
+constexpr int kSlotRows = 16;            // rows of one partial result
+constexpr int kThreads = 128;            // of a block
 constexpr int kSharedLimit = 99 * 1024;  // every GPU from sm_80 on gives a block that much
 
 // Rows of CHUNKS 16-byte chunks. CHUNKS = odd * 2^k: the k (at most 3) low bits of a chunk turn with the row.
@@ -27,7 +28,7 @@ struct Swizzle {
   static_assert(CHUNKS % 2 == 0, "a row of an odd number of chunks would need padding");
   static constexpr int kPeriod = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;
   static constexpr int kRowShift = kPeriod == 8 ? 0 : kPeriod == 4 ? 1 : 2;  // rows that turn alike: 8 / kPeriod
-  static constexpr int kRowBytes = CHUNKS * 16;  // eight rows on, the turn is the same
+  static constexpr int kRowBytes = CHUNKS * 16;                              // eight rows on, the turn is the same
 
   __device__ __forceinline__ static int byte(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16;
@@ -43,13 +44,13 @@ template <int D, int ROWS>
 struct Tile {
   static_assert(D % 16 == 0 && D <= 256, "head_dim is cut into k-steps of 16");
   static_assert(ROWS == 16 || ROWS == 64 || ROWS == 128, "16 rows: the warps share the rows; else each has its own");
-  static constexpr bool kSharesRows = ROWS == 16;  // warps split the keys for q.k, then the columns for p.v
+  static constexpr bool kSharesRows = ROWS == 16;      // warps split the keys for q.k, then the columns for p.v
   static constexpr int kGroups = ROWS == 128 ? 2 : 1;  // of 16 rows, that a warp holds: each K and V fragment feeds all
   static constexpr int kWarpRows = kSharesRows ? 0 : 16 * kGroups;  // between the first rows of neighbouring warps
   static constexpr int kChunks = D / 8;
-  static constexpr int kSteps = D / 16;                        // k-steps of q.k
-  static constexpr int kKeyTiles = kSharesRows ? 2 : 8;        // n8 tiles of keys a warp has
-  static constexpr int kColumnPairs = D / 16;                  // n16 tiles of output columns
+  static constexpr int kSteps = D / 16;                  // k-steps of q.k
+  static constexpr int kKeyTiles = kSharesRows ? 2 : 8;  // n8 tiles of keys a warp has
+  static constexpr int kColumnPairs = D / 16;            // n16 tiles of output columns
   static constexpr int kWarpPairs = kSharesRows ? (kColumnPairs + 3) / 4 : kColumnPairs;
   static constexpr bool kKeepsQ = kGroups == 1 && (kSharesRows || D <= 128);  // else Q is read again for every tile
   static constexpr int kQBytes = ROWS * D * 2;
@@ -59,7 +60,8 @@ struct Tile {
   static constexpr int kPByte = kQBytes, kMaxByte = kPByte + kPBytes;
   static constexpr int kFixedBytes = kMaxByte + kMaxBytes;
   static_assert(kFixedBytes % 128 == 0 && kSlotBytes % 128 == 0, "Swizzle::advance turns bits of a row's start");
-  static constexpr int kWantedSlots = kSharesRows ? 6 : 4;  // decode is bound by memory: three tiles of K and V in flight
+  static constexpr int kWantedSlots =
+      kSharesRows ? 6 : 4;  // decode is bound by memory: three tiles of K and V in flight
   static constexpr int kFittingSlots = (kSharedLimit - kFixedBytes) / kSlotBytes;
   static constexpr int kSlots = kFittingSlots < kWantedSlots ? kFittingSlots : kWantedSlots;
   static_assert(kSlots >= 2, "one slot is filled while another is read");
@@ -122,7 +124,8 @@ class KvStream {
     const int first_key = tile_ * kTileKeys;
     if (first_key >= end_key_) return;
     const PagedAttentionParams& p = item_.p;
-    const T* source = static_cast<const T*>(is_v_ ? p.v_cache : p.k_cache) + static_cast<int64_t>(item_.kv_head) * p.cache_head_stride;
+    const T* source = static_cast<const T*>(is_v_ ? p.v_cache : p.k_cache) +
+                      static_cast<int64_t>(item_.kv_head) * p.cache_head_stride;
     const int first_block = (first_key & (kSplitKeys - 1)) >> p.block_shift;  // within the split
     const int ids = (first_block & 32) != 0 ? ids_high_ : ids_low_;
     const int offset_mask = (1 << p.block_shift) - 1, thread = thread_index();
@@ -151,8 +154,10 @@ class KvStream {
   }
   __device__ __forceinline__ int block_id(int first, int index) const {
     const int shift = item_.p.block_shift, block = first + index;
-    const bool is_needed = index < kSplitKeys >> shift && block << shift < end_key_ && (block + 1) << shift > first_visible_;
-    return is_needed ? item_.p.block_table[static_cast<int64_t>(item_.work().seq) * item_.p.block_table_stride + block] : 0;
+    const bool is_needed =
+        index < kSplitKeys >> shift && block << shift < end_key_ && (block + 1) << shift > first_visible_;
+    return is_needed ? item_.p.block_table[static_cast<int64_t>(item_.work().seq) * item_.p.block_table_stride + block]
+                     : 0;
   }
 
   const ItemContext& item_;

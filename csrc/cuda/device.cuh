@@ -59,7 +59,9 @@ struct FastDivisor {
   }
 };
 inline FastDivisor make_fast_divisor(uint32_t divisor) {
-  return {divisor, divisor == 1 ? 0u : static_cast<uint32_t>((uint64_t{1} << 32) / divisor + ((uint64_t{1} << 32) % divisor != 0))};
+  return {divisor, divisor == 1
+                       ? 0u
+                       : static_cast<uint32_t>((uint64_t{1} << 32) / divisor + ((uint64_t{1} << 32) % divisor != 0))};
 }
 
 template <int WIDTH = 32>

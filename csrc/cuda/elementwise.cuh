@@ -21,8 +21,8 @@ int dispatch_type(ElementType type, const F& fn) {
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline dim3 grid_of(int64_t x, int64_t y) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); }
 
-// The sum over all threads, in an order that only the size of the block decides; `partials` is shared memory for a float
-// a warp, free again after the next barrier.
+// The sum over all threads, in an order that only the size of the block decides; `partials` is shared memory for a
+// float a warp, free again after the next barrier.
 __device__ __forceinline__ float block_sum(float x, float* partials) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   x = warp_sum(x);

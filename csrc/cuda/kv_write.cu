@@ -1,8 +1,8 @@
-// A head is one row of WIDTH lanes. A lane holds units of four features: two neighbours of the first half of the rotated
-// part and the two that they turn with, so that no lane needs another's; behind the rotated part, four in a row.
-#include "cuda/kv_write.h"
-
+// A head is one row of WIDTH lanes. A lane holds units of four features: two neighbours of the first half of the
+// rotated part and the two that they turn with, so that no lane needs another's; behind the rotated part, four in a
+// row.
 #include "cuda/elementwise.cuh"
+#include "cuda/kv_write.h"
 
 namespace pagedllm {
 
@@ -28,7 +28,8 @@ __device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kWriteThreads) rope_norm_write_kv_kernel(const __grid_constant__ DeviceKvWriteParams p) {
+__global__ void __launch_bounds__(kWriteThreads)
+    rope_norm_write_kv_kernel(const __grid_constant__ DeviceKvWriteParams p) {
   constexpr int kUnits = D / 4, kWidth = kUnits <= 16 ? 16 : 32, kPerLane = (kUnits + 31) / 32;
   constexpr int kHeadsPerBlock = kWriteThreads / kWidth;
   const int64_t token = blockIdx.x;
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(kWriteThreads) rope_norm_write_kv_kernel(const
              kv_head * p.cache_head_stride + offset_in_block;
   }
   const float factor = rsqrtf(sum / static_cast<float>(D) + p.eps);
-  const float* cos_sin = p.rope_table ? p.rope_table + static_cast<int64_t>(p.rope_rows[token]) * p.rotary_dim : nullptr;
+  const float* cos_sin =
+      p.rope_table ? p.rope_table + static_cast<int64_t>(p.rope_rows[token]) * p.rotary_dim : nullptr;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int unit = lane + i * kWidth;
@@ -99,8 +101,9 @@ template <class T, int D>
 int launch_write(const DeviceKvWriteParams& p, void* stream) {
   constexpr int kHeadsPerBlock = kWriteThreads / (D / 4 <= 16 ? 16 : 32);
   const int num_heads = p.num_q_heads + 2 * p.num_kv_heads;
-  return launch(rope_norm_write_kv_kernel<T, D>, grid_of(p.num_tokens, (num_heads + kHeadsPerBlock - 1) / kHeadsPerBlock),
-                dim3(kWriteThreads), 0, stream, p);
+  return launch(rope_norm_write_kv_kernel<T, D>,
+                grid_of(p.num_tokens, (num_heads + kHeadsPerBlock - 1) / kHeadsPerBlock), dim3(kWriteThreads), 0,
+                stream, p);
 }
 
 template <class T>

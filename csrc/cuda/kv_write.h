@@ -5,11 +5,11 @@
 namespace pagedllm {
 
 struct DeviceKvWriteParams {
-  void* qkv;  // [num_tokens, (num_q_heads + 2 num_kv_heads) * head_dim]; the q part is written
-  void *k_cache, *v_cache;      // [num_blocks, num_kv_heads, block_size, head_dim]
-  const int64_t* slot_mapping;  // [num_tokens], -1: no slot
-  const float* rope_table;      // [.., rotary_dim]: cosines, then sines; or null
-  const int32_t* rope_rows;     // [num_tokens]
+  void* qkv;                     // [num_tokens, (num_q_heads + 2 num_kv_heads) * head_dim]; the q part is written
+  void *k_cache, *v_cache;       // [num_blocks, num_kv_heads, block_size, head_dim]
+  const int64_t* slot_mapping;   // [num_tokens], -1: no slot
+  const float* rope_table;       // [.., rotary_dim]: cosines, then sines; or null
+  const int32_t* rope_rows;      // [num_tokens]
   const float *q_norm, *k_norm;  // [head_dim] or null
   int64_t qkv_stride, cache_block_stride, cache_head_stride;  // elements
   int32_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, block_shift;

@@ -1,7 +1,6 @@
 // A block a row. What a thread reads in the second pass it read (or wrote) itself in the first, so it comes from L1.
-#include "cuda/norm.h"
-
 #include "cuda/elementwise.cuh"
+#include "cuda/norm.h"
 
 namespace pagedllm {
 
@@ -20,7 +19,8 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const __grid_constant__ 
     if (ADDS) {
       const V r = V::load(residual + i);
 #pragma unroll
-      for (int e = 0; e < V::kSize; ++e) v.elements[e] = from_float<T>(to_float(r.elements[e]) + to_float(v.elements[e]));
+      for (int e = 0; e < V::kSize; ++e)
+        v.elements[e] = from_float<T>(to_float(r.elements[e]) + to_float(v.elements[e]));
       v.store(residual + i);
     }
 #pragma unroll

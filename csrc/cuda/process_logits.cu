@@ -6,7 +6,8 @@ namespace pagedllm {
 
 constexpr int kEditThreads = 512;
 
-__global__ void __launch_bounds__(kEditThreads) process_logits_kernel(const __grid_constant__ DeviceProcessLogitsParams p) {
+__global__ void __launch_bounds__(kEditThreads)
+    process_logits_kernel(const __grid_constant__ DeviceProcessLogitsParams p) {
   const int64_t row = blockIdx.x;
   float* logits = p.logits + row * p.logits_stride;
   const int thread = static_cast<int>(threadIdx.x);
@@ -26,7 +27,8 @@ __global__ void __launch_bounds__(kEditThreads) process_logits_kernel(const __gr
     __syncthreads();
   }
   if (p.penalties != nullptr) {
-    const float repetition = p.penalties[3 * row], presence = p.penalties[3 * row + 1], frequency = p.penalties[3 * row + 2];
+    const float repetition = p.penalties[3 * row], presence = p.penalties[3 * row + 1],
+                frequency = p.penalties[3 * row + 2];
     for (int n = p.penalty_offsets[row] + thread; n < p.penalty_offsets[row + 1]; n += kEditThreads) {
       float& logit = logits[p.penalty_ids[n]];
       const int count = p.penalty_counts[n];

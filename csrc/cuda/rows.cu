@@ -1,7 +1,6 @@
 // A thread moves 16 bytes; rows are the grid's x, pieces of a row its y.
-#include "cuda/rows.h"
-
 #include "cuda/elementwise.cuh"
+#include "cuda/rows.h"
 
 namespace pagedllm {
 
@@ -14,7 +13,8 @@ __device__ __forceinline__ float activate(float x, int activation) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
+__global__ void __launch_bounds__(kRowThreads)
+    gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
   using V = Vector<T>;
   const int64_t row = blockIdx.x;
   const int i = static_cast<int>(blockIdx.y * kRowThreads + threadIdx.x) * V::kSize;
@@ -50,8 +50,9 @@ int gated_activation(const GatedActivationParams& p, void* stream) {
   if (p.num_rows == 0) return 0;
   return dispatch_type(p.type, [&](auto element) {
     using T = decltype(element);
-    return launch(gated_activation_kernel<T>, grid_of(p.num_rows, pieces(int64_t{p.width} * static_cast<int>(sizeof(T)))),
-                  dim3(kRowThreads), 0, stream, p);
+    return launch(gated_activation_kernel<T>,
+                  grid_of(p.num_rows, pieces(int64_t{p.width} * static_cast<int>(sizeof(T)))), dim3(kRowThreads), 0,
+                  stream, p);
   });
 }
 

@@ -15,16 +15,16 @@ struct GatedActivationParams {
 };
 
 struct GatherRowsParams {
-  void* out;               // [num_rows, ...]
-  const void* x;           // [num_tokens, ...]
-  const int32_t* indices;  // [num_rows]
+  void* out;                     // [num_rows, ...]
+  const void* x;                 // [num_tokens, ...]
+  const int32_t* indices;        // [num_rows]
   int64_t out_stride, x_stride;  // bytes
   int32_t num_rows, row_bytes;
 };
 
 struct CopyBlocksParams {
   void *k_cache, *v_cache;
-  const int32_t* pairs;  // [num_pairs, 2] of (from, to)
+  const int32_t* pairs;        // [num_pairs, 2] of (from, to)
   int64_t k_stride, v_stride;  // bytes between blocks
   int32_t num_pairs, block_bytes;
 };

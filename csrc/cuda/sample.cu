@@ -67,7 +67,8 @@ __device__ __forceinline__ int draw(const float* logits, int size, const RowWeig
   ties_before = 0;
   int owner = 0;
   for (; owner < kSampleWarps - 1; ++owner) {
-    const uint64_t mass = scratch.masses[owner] + kept_ties(ties_before, scratch.masses[kSampleWarps + owner]) * tie_weight;
+    const uint64_t mass =
+        scratch.masses[owner] + kept_ties(ties_before, scratch.masses[kSampleWarps + owner]) * tie_weight;
     if (threshold < mass) break;
     threshold -= mass;
     ties_before += scratch.masses[kSampleWarps + owner];
@@ -143,7 +144,8 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_kernel(const __grid_
 
 int sample(const DeviceSampleParams& p, void* stream) {
   if (p.num_rows == 0) return 0;
-  return launch(sample_kernel, dim3(static_cast<unsigned>(p.num_rows)), dim3(kSampleThreads), sizeof(RowScratch), stream, p);
+  return launch(sample_kernel, dim3(static_cast<unsigned>(p.num_rows)), dim3(kSampleThreads), sizeof(RowScratch),
+                stream, p);
 }
 
 }  // namespace pagedllm

@@ -1,6 +1,6 @@
-// From logits to tokens and logprobs. pagedllm/ops/sampling.py says what each operator means; draws equal its twins' (and
-// so the CPU's) bit for bit. Arrays are contiguous but for the rows of logits, whose stride is in elements. What is null
-// is left out.
+// From logits to tokens and logprobs. pagedllm/ops/sampling.py says what each operator means; draws equal its twins'
+// (and so the CPU's) bit for bit. Arrays are contiguous but for the rows of logits, whose stride is in elements. What
+// is null is left out.
 #pragma once
 #include <cstdint>
 

@@ -15,7 +15,8 @@ __device__ __forceinline__ void sort_in_place(int32_t* ids, float* logits, int s
       __syncthreads();
       for (int i = static_cast<int>(threadIdx.x); i < half / 2; i += kSampleThreads) {
         const int low = i / step * (2 * step) + i % step;
-        const int high = step == run / 2 ? (i / step + 1) * (2 * step) - 1 - i % step : low + step;  // first step: mirrored
+        const int high =
+            step == run / 2 ? (i / step + 1) * (2 * step) - 1 - i % step : low + step;  // first step: mirrored
         if (high >= size) continue;
         const uint64_t low_rank = rank_of(logits[low], ids[low]), high_rank = rank_of(logits[high], ids[high]);
         if (low_rank >= high_rank) continue;
@@ -31,7 +32,8 @@ __device__ __forceinline__ void sort_in_place(int32_t* ids, float* logits, int s
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kSampleThreads, 1) top_logprobs_kernel(const __grid_constant__ DeviceTopLogprobsParams p) {
+__global__ void __launch_bounds__(kSampleThreads, 1)
+    top_logprobs_kernel(const __grid_constant__ DeviceTopLogprobsParams p) {
   const int64_t row = blockIdx.x;
   const float* logits = p.logits + row * p.logits_stride;
   const int size = p.vocab_size, thread = static_cast<int>(threadIdx.x);

@@ -91,8 +91,10 @@ const char* AccessProfile::end() {
   static constexpr const char* kKinds[] = {"global_load", "global_store", "shared_load", "shared_store"};
   std::ostringstream text;
   for (const auto& [place, totals] : totals_) {
-    const std::string at = place.first == reinterpret_cast<uintptr_t>(kAsyncCopyName) ? kAsyncCopyName : source_of(place.first);
-    text << kKinds[place.second] << ' ' << at << ' ' << totals.requests << ' ' << totals.units << ' ' << totals.ideal << '\n';
+    const std::string at =
+        place.first == reinterpret_cast<uintptr_t>(kAsyncCopyName) ? kAsyncCopyName : source_of(place.first);
+    text << kKinds[place.second] << ' ' << at << ' ' << totals.requests << ' ' << totals.units << ' ' << totals.ideal
+         << '\n';
   }
   text_ = text.str();
   return text_.c_str();

@@ -42,7 +42,7 @@ class AccessProfile {
   static void count(const Request& request, Kind kind, Totals& totals);
 
   bool is_on_ = false;
-  std::map<std::pair<int, Place>, std::vector<Request>> requests_;      // of the running block, by warp
+  std::map<std::pair<int, Place>, std::vector<Request>> requests_;    // of the running block, by warp
   std::map<std::pair<int, Place>, std::vector<size_t>> num_by_lane_;  // how often each lane has been there
   std::map<Place, Totals> totals_;
   std::string text_;

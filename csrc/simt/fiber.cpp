@@ -72,7 +72,8 @@ namespace simt {
 
 void prepare_stack(Fiber& fiber, void (*entry)()) {
   if (fiber.stack == nullptr) {
-    void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     fiber.stack = static_cast<char*>(memory);
     mprotect(fiber.stack, 4096, PROT_NONE);  // an overflow stops there
   }

@@ -53,7 +53,8 @@ void execute_load_matrix(void** args, unsigned, unsigned) {
     for (int r = 0; r < 8; ++r) {
       const LoadMatrix& lane = *lanes[8 * j + r];
       const auto address = reinterpret_cast<uintptr_t>(lane.row);
-      if (address & 15) fail("ldmatrix at %s:%d: the row of lane %d is not 16-byte aligned", lane.file, lane.line, 8 * j + r);
+      if (address & 15)
+        fail("ldmatrix at %s:%d: the row of lane %d is not 16-byte aligned", lane.file, lane.line, 8 * j + r);
       check_shared(lane.row, 16, false, true, lane.file, lane.line);
       memcpy(matrices[j][r], lane.row, 16);
       const uintptr_t bank = (address - reinterpret_cast<uintptr_t>(block.shared)) >> 4 & 7;
@@ -110,7 +111,9 @@ void execute_multiply_add(void** args, unsigned, unsigned) {
 void cp_async(void* shared, const void* global, int bytes, int source_bytes, const char* file, int line) {
   ++counters.cp_async;
   counters.cp_async_bytes += static_cast<uint64_t>(source_bytes);
-  const auto is_aligned = [bytes](const void* p) { return reinterpret_cast<uintptr_t>(p) % static_cast<unsigned>(bytes) == 0; };
+  const auto is_aligned = [bytes](const void* p) {
+    return reinterpret_cast<uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
+  };
   if (!is_aligned(shared) || (source_bytes > 0 && !is_aligned(global)))
     fail("cp.async at %s:%d: an address is not aligned to %d", file, line, bytes);
   check_shared(shared, bytes, true, false, file, line);

@@ -152,7 +152,9 @@ void access_shared(const Access& a, bool is_collective) {
 }
 
 Tensor* find_tensor(const Access& a) {
-  const auto holds = [&](const Tensor& t) { return a.address >= t.begin && a.address + static_cast<uintptr_t>(a.bytes) <= t.end; };
+  const auto holds = [&](const Tensor& t) {
+    return a.address >= t.begin && a.address + static_cast<uintptr_t>(a.bytes) <= t.end;
+  };
   if (last_hit < tensors.size() && holds(tensors[last_hit])) return &tensors[last_hit];
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!holds(tensors[i])) continue;
@@ -208,7 +210,8 @@ void access(const Access& a) {
   if (a.address - stack < kStackBytes || a.address - first_fiber < sizeof(Fiber) * kMaxThreads) return;
   if (a.address - shared < kSharedBytes) {
     access_shared(a, false);
-    profile.record(a.pc, a.is_write ? AccessProfile::kSharedStore : AccessProfile::kSharedLoad, a.address - shared, a.bytes);
+    profile.record(a.pc, a.is_write ? AccessProfile::kSharedStore : AccessProfile::kSharedLoad, a.address - shared,
+                   a.bytes);
   } else if (!image.holds(a.address) && !params.holds(a.address)) {
     access_global(a);
     profile.record(a.pc, a.is_write ? AccessProfile::kGlobalStore : AccessProfile::kGlobalLoad, a.address, a.bytes);
@@ -234,12 +237,14 @@ void mark_in_flight(const void* shared, int bytes, bool is_in_flight) {
   Cell* const begin = first_cell(a);
   for (Cell* cell = begin; cell < begin + bytes / kGrain; ++cell) cell->is_in_flight = is_in_flight;
   if (is_in_flight)
-    profile.record_async_copy(AccessProfile::kSharedStore, a.address - reinterpret_cast<uintptr_t>(block.shared), bytes);
+    profile.record_async_copy(AccessProfile::kSharedStore, a.address - reinterpret_cast<uintptr_t>(block.shared),
+                              bytes);
 }
 
 void mark_atomic(const void* address, int bytes, const char* file, int line) {
   const Access a{reinterpret_cast<uintptr_t>(address), bytes, true, 0, file, line};
-  if (a.address - reinterpret_cast<uintptr_t>(block.shared) >= kSharedBytes) report("an atomic outside shared memory", a);
+  if (a.address - reinterpret_cast<uintptr_t>(block.shared) >= kSharedBytes)
+    report("an atomic outside shared memory", a);
   Cell* const begin = first_cell(a);
   const Fiber& me = *current_fiber();
   for (Cell* cell = begin; cell < begin + bytes / kGrain; ++cell) {
@@ -295,10 +300,10 @@ SIMT_API void simt_profile_begin() { simt::profile.begin(); }
 SIMT_API const char* simt_profile_end() { return simt::profile.end(); }
 
 #define SIMT_PC __builtin_return_address(0)
-#define SIMT_HOOKS(n)                                                                                \
-  SIMT_API void __tsan_read##n(void* p) { simt::hook(p, n, false, SIMT_PC); }                        \
-  SIMT_API void __tsan_write##n(void* p) { simt::hook(p, n, true, SIMT_PC); }                        \
-  SIMT_API void __tsan_unaligned_read##n(void* p) { simt::hook(p, n, false, SIMT_PC); }              \
+#define SIMT_HOOKS(n)                                                                   \
+  SIMT_API void __tsan_read##n(void* p) { simt::hook(p, n, false, SIMT_PC); }           \
+  SIMT_API void __tsan_write##n(void* p) { simt::hook(p, n, true, SIMT_PC); }           \
+  SIMT_API void __tsan_unaligned_read##n(void* p) { simt::hook(p, n, false, SIMT_PC); } \
   SIMT_API void __tsan_unaligned_write##n(void* p) { simt::hook(p, n, true, SIMT_PC); }
 SIMT_HOOKS(1)
 SIMT_HOOKS(2)

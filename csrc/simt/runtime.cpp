@@ -57,7 +57,8 @@ int choose_lane(uint32_t ready) {
 }
 
 Fiber* take_ready() {
-  const int start = options.order == Options::kRandom ? static_cast<int>(draw() % static_cast<uint32_t>(block.num_warps)) : 0;
+  const int start =
+      options.order == Options::kRandom ? static_cast<int>(draw() % static_cast<uint32_t>(block.num_warps)) : 0;
   for (int i = 0; i < block.num_warps; ++i) {
     const int step = options.order == Options::kBackward ? block.num_warps - 1 - i : i;
     Warp& warp = block.warps[(start + step) % block.num_warps];
@@ -118,7 +119,8 @@ bool try_collective(Warp& warp, Fiber* by) {
     if (try_collective(warp, warp.lanes[__builtin_ctz(rest)])) break;
   }
   if (block.num_arrived > 0 && block.num_arrived >= block.num_alive)
-    fail("the barrier at %s:%d would complete only because other threads exited", block.barrier_file, block.barrier_line);
+    fail("the barrier at %s:%d would complete only because other threads exited", block.barrier_file,
+         block.barrier_line);
   switch_to(me, take_ready());
   abort();  // a fibre that exited is never continued
 }
@@ -134,8 +136,8 @@ std::string describe_deadlock() {
   for (int i = 0; i < block.num_threads && num_shown < 6; ++i) {
     const Fiber& fiber = fibers[i];
     if (i > 0 && fiber.state == fibers[i - 1].state && fiber.line == fibers[i - 1].line) continue;
-    text += (num_shown++ ? "; thread " : "thread ") + std::to_string(i) + " " + fiber.state + " at " + fiber.file + ":" +
-            std::to_string(fiber.line);
+    text += (num_shown++ ? "; thread " : "thread ") + std::to_string(i) + " " + fiber.state + " at " + fiber.file +
+            ":" + std::to_string(fiber.line);
   }
   return text;
 }
@@ -234,9 +236,11 @@ void warp_collective(unsigned mask, Collective execute, void* arg, const char* n
                      const char* file, int line) {
   Fiber* me = current_fiber();
   Warp& warp = block.warps[me->warp];
-  if ((mask >> me->lane & 1u) == 0) fail("%s at %s:%d: lane %d is not in its mask %08x", name, file, line, me->lane, mask);
+  if ((mask >> me->lane & 1u) == 0)
+    fail("%s at %s:%d: lane %d is not in its mask %08x", name, file, line, me->lane, mask);
   if ((mask & ~warp.alive) != 0)
-    fail("%s at %s:%d: the mask %08x names lanes that exited or never were (alive %08x)", name, file, line, mask, warp.alive);
+    fail("%s at %s:%d: the mask %08x names lanes that exited or never were (alive %08x)", name, file, line, mask,
+         warp.alive);
   me->execute = execute;
   me->arg = arg;
   me->mask = mask;
@@ -271,10 +275,13 @@ int launch(dim3 grid_size, dim3 block_size, size_t shared_bytes, void (*invoke)(
     last_error = "kernel " + kernel_symbol(kernel) + ": " + reason;
     return 1;
   };
-  if (num_threads == 0 || num_threads > kMaxThreads) return refuse("a block of " + std::to_string(num_threads) + " threads");
+  if (num_threads == 0 || num_threads > kMaxThreads)
+    return refuse("a block of " + std::to_string(num_threads) + " threads");
   if (shared_bytes > options.shared_limit)
-    return refuse("needs " + std::to_string(shared_bytes) + " B of shared memory, the limit is " + std::to_string(options.shared_limit));
-  if (grid_size.x == 0 || grid_size.y == 0 || grid_size.z == 0 || grid_size.x > 0x7fffffffu || grid_size.y > 65535u || grid_size.z > 65535u)
+    return refuse("needs " + std::to_string(shared_bytes) + " B of shared memory, the limit is " +
+                  std::to_string(options.shared_limit));
+  if (grid_size.x == 0 || grid_size.y == 0 || grid_size.z == 0 || grid_size.x > 0x7fffffffu || grid_size.y > 65535u ||
+      grid_size.z > 65535u)
     return refuse("the grid has a size that CUDA refuses");
   has_failed = false;
   run_kernel = invoke;
@@ -319,7 +326,8 @@ SIMT_API int simt_capture_end() {
 }
 SIMT_API int simt_replay() {
   for (const simt::Launch& l : simt::captured) {
-    if (simt::launch(l.grid_size, l.block_size, l.shared_bytes, l.invoke, l.kernel, l.params.data(), l.params.size())) return 1;
+    if (simt::launch(l.grid_size, l.block_size, l.shared_bytes, l.invoke, l.kernel, l.params.data(), l.params.size()))
+      return 1;
   }
   return 0;
 }

@@ -75,7 +75,8 @@ extern uint64_t launch_id;
 
 inline Fiber* current_fiber() { return static_cast<Fiber*>(current); }
 inline uint64_t block_number() {
-  return grid.block_index.x + uint64_t{grid.grid_size.x} * (grid.block_index.y + uint64_t{grid.grid_size.y} * grid.block_index.z);
+  return grid.block_index.x +
+         uint64_t{grid.grid_size.x} * (grid.block_index.y + uint64_t{grid.grid_size.y} * grid.block_index.z);
 }
 std::string kernel_symbol(const void* kernel);  // mangled
 
@@ -83,8 +84,8 @@ std::string kernel_symbol(const void* kernel);  // mangled
 extern "C" void simt_switch(void** save, void* to);
 void prepare_stack(Fiber& fiber, void (*entry)());
 
-// memory_checked.cpp, or memory_unchecked.cpp which only looks at the bounds of shared memory. `is_collective`: done for
-// the whole warp at once, as ldmatrix does.
+// memory_checked.cpp, or memory_unchecked.cpp which only looks at the bounds of shared memory. `is_collective`: done
+// for the whole warp at once, as ldmatrix does.
 void check_shared(const void* address, int bytes, bool is_write, bool is_collective, const char* file, int line);
 void check_global(const void* address, int bytes, bool is_write, const char* file, int line);
 void mark_in_flight(const void* shared, int bytes, bool is_in_flight);

@@ -64,7 +64,8 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
 }
 inline float __half2float(__half x) {
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, exponent = x.bits >> 10 & 31u, mantissa = x.bits & 1023u;
-  if (exponent == 0) return simt_bit_cast<float>(sign | simt_bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
+  if (exponent == 0)
+    return simt_bit_cast<float>(sign | simt_bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
   if (exponent == 31) return simt_bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
   return simt_bit_cast<float>(sign | (exponent + 112u) << 23 | mantissa << 13);
 }

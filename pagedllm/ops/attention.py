@@ -42,8 +42,8 @@ class AttentionMetadata:
 
     Where an item has all keys of its rows, slot and merge are -1 and it writes `out`. Else it is one split of them: it
     leaves a partial result in the workspace, a place a row from `slot` on (a place: for each KV head head_dim sums, a
-    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order. So it is on the
-    CPU; CUDA's lists have the same first columns, the rest as in ops/cuda_attention.py.
+    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order. So it is on
+    the CPU; CUDA's lists have the same first columns, the rest as in ops/cuda_attention.py.
     """
 
     cu_seqlens_q: Tensor  # [B + 1] int32, where each sequence's new tokens begin

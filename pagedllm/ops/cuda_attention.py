@@ -1,17 +1,17 @@
 """The CUDA backend's work list: which block of threads attends which rows over which keys.
 
-Kernels exist for items of 128, 64 and 16 packed rows (128 up to head_dim 128). A row's bits do not depend on the item it
-falls into, so the choice is free: full items first, the rest of a sequence in the smallest that holds it.
+Kernels exist for items of 128, 64 and 16 packed rows (128 up to head_dim 128). A row's bits do not depend on the item
+it falls into, so the choice is free: full items first, the rest of a sequence in the smallest that holds it.
 
 A tile of rows that sees more than one split of 512 keys is cut in one of two ways, with equal bits:
 
     parallel   an item for each split; partial results go to slots of the workspace, a second launch merges them
     carried    one item walks the splits and keeps what it has so far in its slots
 
-Decodes are cut in parallel, which keeps the device busy. Prompts are carried: partial results of all splits would be
-larger than the cache. With `deterministic=False` an item may also reduce all its keys in one go.
+Decodes are cut in parallel, which keeps the device busy. Prompts are carried: partial results of all their splits would
+be larger than the cache. With `deterministic=False` an item may also reduce all its keys in one go.
 
-work   header: items, of 128 rows, of 64, of 16, 0 ...; then items in that order (AttentionWork in csrc/cuda/attention.h)
+work   header: items, of 128 rows, of 64, of 16, 0 ...; then items in that order (csrc/cuda/attention.h: AttentionWork)
 merge  header: number of 16-row groups, 0 ...; then seq, first row, first slot, number of splits
 """
 

@@ -2,7 +2,7 @@
 
     load_kernels("auto")        the best instruction set that the CPU has
     load_kernels("avx2")        that set, or an error that names it and what the CPU has
-    load_kernels("simt")        the CUDA kernels run on the CPU by an emulator, for tests; loads beside any of the others
+    load_kernels("simt")        the CUDA kernels on an emulator on the CPU, for tests; loads beside any of the others
     load_kernels("reference")   the Python twins; no library is touched
 
 The environment variable PAGEDLLM_KERNELS takes the place of "auto", for tests. Nothing falls back: a library that is

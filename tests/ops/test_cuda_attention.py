@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -91,7 +93,7 @@ def test_every_row_sees_every_key_once(seed: int) -> None:
     for (seq, row), ranges in seen.items():
         ranges.sort()
         assert ranges[0][0] == 0
-        assert all(end == begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(ranges))
         assert ranges[-1][1] > seq_lens[seq] - q_lens[seq] + row // 6
 
 

@@ -116,7 +116,9 @@ def make_batch(case: AttentionCase) -> Batch:
             block_table[seq, index] = block
             num_keys = min(c.block_size, length - index * c.block_size)
             for cache in (k_cache, v_cache):
-                cache[block, :, :num_keys] = torch.randn(c.num_kv_heads, num_keys, c.head_dim, generator=generator).to(c.dtype)
+                cache[block, :, :num_keys] = torch.randn(c.num_kv_heads, num_keys, c.head_dim, generator=generator).to(
+                    c.dtype
+                )
     q = (torch.randn(sum(c.q_lens), c.num_q_heads, c.head_dim, generator=generator)).to(c.dtype)
     sinks = torch.randn(c.num_q_heads, generator=generator) if c.has_sinks else None
     return Batch(c, q, (k_cache, v_cache), make_metadata(c, block_table), sinks)

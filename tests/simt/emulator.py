@@ -103,9 +103,7 @@ class Emulator:
         for index in range(self._library.simt_num_tensors()):
             t = _Tensor()
             self._library.simt_tensor(index, ctypes.byref(t))
-            result[t.name.decode()] = TensorTraffic(
-                t.begin, t.end, bool(t.is_writable), t.bytes_read, t.bytes_written
-            )
+            result[t.name.decode()] = TensorTraffic(t.begin, t.end, bool(t.is_writable), t.bytes_read, t.bytes_written)
         return result
 
     def profile_begin(self) -> None:

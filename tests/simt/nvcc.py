@@ -41,7 +41,15 @@ def compile_source(stem: str, arch: str, kind: str, root: Path = ROOT) -> Compil
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["-Xptxas=-v"] if kind == "cubin" else []
         target = f"-gencode=arch=compute_{arch},code={'sm' if kind == 'cubin' else 'compute'}_{arch}"
-        command = [str(find_tool("nvcc")), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Icsrc", target, f"-{kind}"]
+        command = [
+            str(find_tool("nvcc")),
+            "-std=c++17",
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "-Icsrc",
+            target,
+            f"-{kind}",
+        ]
         command += [*flags, f"csrc/cuda/{stem}.cu", "-o", str(output)]
         result = subprocess.run(command, cwd=root, capture_output=True, text=True)
         if result.returncode != 0:
@@ -65,7 +73,9 @@ def read_resources(log: str) -> dict[str, Resources]:
         registers = re.search(r"Used (\d+) registers", text)
         shared = re.search(r"(\d+) bytes smem", text)
         assert registers is not None
-        resources[name] = Resources(int(registers[1]), int(stack), int(stores) + int(loads), int(shared[1]) if shared else 0)
+        resources[name] = Resources(
+            int(registers[1]), int(stack), int(stores) + int(loads), int(shared[1]) if shared else 0
+        )
     return resources
 
 

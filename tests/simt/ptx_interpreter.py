@@ -1,8 +1,8 @@
 """Runs the PTX that nvcc really emitted, inline assembly included: one numpy lane a thread, the whole grid at once.
 
-The second line of defence behind the emulator, which runs the same sources but not the operands and constraints of the
-inline assembly, nor what the optimizer made of addresses and predicates. Threads at the lowest instruction run first, so
-that branches come together again. cp.async copies at once: whether somebody waits is what the emulator checks.
+The second line of defence behind the emulator, which runs the same sources but neither the operands and constraints of
+the inline assembly, nor what the optimizer made of addresses and predicates. Threads at the lowest instruction run
+first, so that branches come together again. cp.async copies at once: whether somebody waits is the emulator's to check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from tests.simt.ptx_parser import Instruction, Kernel
 
 Lanes = NDArray[np.int64]
 Step = Callable[[Lanes], None]
-REGISTER_TYPES = {"p": np.bool_, "rs": np.uint16, "h": np.uint16, "r": np.uint32, "f": np.float32, "rd": np.uint64, "fd": np.float64}
+REGISTER_TYPES = {
+    "p": np.bool_,
+    "rs": np.uint16,
+    "h": np.uint16,
+    "r": np.uint32,
+    "f": np.float32,
+    "rd": np.uint64,
+    "fd": np.float64,
+}
 AT_BARRIER = 1 << 40  # added to the position of a thread that waits
 EXITED = 1 << 41
 
@@ -95,7 +103,9 @@ class Machine:
         def write(lanes: Lanes, values: Array) -> None:
             if values.dtype != register.dtype:
                 same_size = values.dtype.itemsize == register.dtype.itemsize and register.dtype != np.bool_
-                values = np.ascontiguousarray(values).view(register.dtype) if same_size else values.astype(register.dtype)
+                values = (
+                    np.ascontiguousarray(values).view(register.dtype) if same_size else values.astype(register.dtype)
+                )
             register[lanes] = values
 
         return write
@@ -132,9 +142,9 @@ class Machine:
         if family in ("bar", "barrier"):
             return ("step", lambda lanes: None) if "warp" in i.parts else ("barrier", None)
         special = {
-            "ld": self.compile_load, "st": self.compile_store, "cp": self.compile_copy, "ldmatrix": self.compile_ldmatrix,
-            "mma": self.compile_mma, "shfl": self.compile_shuffle, "vote": self.compile_vote, "atom": self.compile_atomic,
-            "mov": self.compile_move, "cvta": self.compile_move,
+            "ld": self.compile_load, "st": self.compile_store, "cp": self.compile_copy, "mma": self.compile_mma,
+            "ldmatrix": self.compile_ldmatrix, "shfl": self.compile_shuffle, "vote": self.compile_vote,
+            "atom": self.compile_atomic, "mov": self.compile_move, "cvta": self.compile_move,
         }  # fmt: skip
         if family in special:
             return "step", special[family](i)
@@ -162,7 +172,11 @@ class Machine:
 
         def load(lanes: Lanes) -> None:
             where = address(lanes)
-            raw = self.shared.load(self.block_of[lanes], where, size, at) if is_shared else self.globals.load(where, size, at)
+            raw = (
+                self.shared.load(self.block_of[lanes], where, size, at)
+                if is_shared
+                else self.globals.load(where, size, at)
+            )
             values = raw.view(dtype)
             for column, write in enumerate(writes):
                 write(lanes, np.ascontiguousarray(values[:, column]))

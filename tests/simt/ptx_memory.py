@@ -28,7 +28,9 @@ class GlobalMemory:
             np.frombuffer((ctypes.c_uint8 * (t.end - t.begin)).from_address(t.begin), np.uint8) for t in self.tensors
         ]
 
-    def _find(self, addresses: NDArray[np.uint64], size: int, is_write: bool, at: str) -> Iterator[tuple[int, Ints, Ints]]:
+    def _find(
+        self, addresses: NDArray[np.uint64], size: int, is_write: bool, at: str
+    ) -> Iterator[tuple[int, Ints, Ints]]:
         if (addresses % size).any():
             raise PtxError(f"misaligned address at {at}")
         indices = np.searchsorted(self.begins, addresses, "right") - 1

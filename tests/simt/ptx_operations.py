@@ -21,7 +21,8 @@ COMPARISONS: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
     "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b), "neu": np.not_equal,
-    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
     "nan": lambda a, b: np.isnan(a) | np.isnan(b), "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
 }  # fmt: skip
 BINARY: dict[str, Callable[..., Any]] = {
@@ -125,7 +126,9 @@ def _multiplication(i: Instruction, dtype: Any) -> tuple[list[Any], Callable[...
         if family != "mul" or num_sources != 2:
             raise PtxError(f"unknown instruction {i}")
         if np.dtype(dtype).itemsize == 8:
-            return [dtype, dtype], lambda a, b: np.array([int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)], dtype)
+            return [dtype, dtype], lambda a, b: np.array(
+                [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)], dtype
+            )
         wide = np.int64 if np.dtype(dtype).kind == "i" else np.uint64
         return [dtype, dtype], lambda a, b: (a.astype(wide) * b.astype(wide) >> wide(32)).astype(dtype)
     if family == "mul":

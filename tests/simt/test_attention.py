@@ -27,9 +27,7 @@ def test_random_batches_are_as_exact_as_torch_and_break_no_rule(emulator: Emulat
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_each_head_dim_and_type_in_items_of_every_height(
-    emulator: Emulator, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_each_head_dim_and_type_in_items_of_every_height(emulator: Emulator, head_dim: int, dtype: torch.dtype) -> None:
     case = AttentionCase((70, 30, 1), (75, 40, 600), head_dim=head_dim, dtype=dtype, num_q_heads=4, num_kv_heads=2)
     batch = make_batch(case)
     num_by_height = batch.metadata.work[0, 1:4].tolist()
@@ -67,7 +65,7 @@ def test_a_sequence_has_the_same_bits_alone_as_in_a_batch(emulator: Emulator) ->
 
 @pytest.mark.parametrize("chunk", [1, 31, 64, 130])
 def test_a_prompt_has_the_same_bits_in_chunks(emulator: Emulator, chunk: int) -> None:
-    """In chunks of 1 every row is a decode in 16-row items and parallel splits, whole it is in carried 128-row items."""
+    """In chunks of 1 a row is a decode, in 16-row items and parallel splits; whole it is in carried 128-row items."""
     batch = make_batch(SEQUENCES)
     seq, num_new, length = 3, 200, 1100
     whole = split_by_sequence(batch.attend(), SEQUENCES.q_lens)[seq]
@@ -164,18 +162,23 @@ def test_a_captured_step_serves_other_batches_of_its_size(emulator: Emulator) ->
     """What a captured graph freezes are pointers and shapes; lengths, tables and lists are read on the device."""
     small = make_batch(AttentionCase((1, 1, 1), (17, 100, 3)))
     large = make_batch(AttentionCase((1, 1, 1), (250, 64, 700), seed=1))
-    capacity = {"work": 12, "merge": 6, "workspace": max(small.metadata.workspace.numel(), large.metadata.workspace.numel())}
+    capacity = {
+        "work": 12,
+        "merge": 6,
+        "workspace": max(small.metadata.workspace.numel(), large.metadata.workspace.numel()),
+    }
 
     def padded(values: Tensor, rows: int) -> Tensor:
         return torch.cat((values, torch.full((rows - len(values), values.shape[1]), -7, dtype=torch.int32)))
 
-    num_blocks = max(len(batch.kv_cache[0]) for batch in (small, large))
+    cache_shape = max((small, large), key=lambda batch: len(batch.kv_cache[0])).kv_cache[0].shape
     static = Batch(
         large.case,
         torch.zeros_like(large.q),
-        tuple(torch.zeros(num_blocks, *cache.shape[1:], dtype=cache.dtype) for cache in large.kv_cache),  # type: ignore[arg-type]
+        (torch.zeros(cache_shape, dtype=large.case.dtype), torch.zeros(cache_shape, dtype=large.case.dtype)),
         AttentionMetadata(
-            torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), (torch.zeros(3, 44, dtype=torch.int32),),
+            torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
+            (torch.zeros(3, 44, dtype=torch.int32),),
             large.metadata.slot_mappings, torch.zeros(capacity["work"], 8, dtype=torch.int32),
             torch.zeros(capacity["merge"], 4, dtype=torch.int32), torch.zeros(capacity["workspace"]),
         ),

@@ -88,4 +88,6 @@ def test_attention_has_the_instructions_it_was_designed_with(head_dim: int, arch
         assert families["LDL"] + families["STL"] == 0
         # other calls are loops, or __syncwarp
         assert [op for op in ops if op.startswith("CALL") and re.search("div|rem|rcp|sqrt", op)] == []
-        assert any(opcode.startswith("STG") and opcode.endswith("128") for opcode in opcodes), "16-byte stores of the output"
+        assert any(opcode.startswith("STG") and opcode.endswith("128") for opcode in opcodes), (
+            "16-byte stores of the output"
+        )

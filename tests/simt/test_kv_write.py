@@ -28,7 +28,9 @@ def run_both(
     generator = torch.Generator().manual_seed(head_dim + (rotary_dim or 0))
     num_tokens = 5
     qkv = torch.randn(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
-    k_cache, v_cache = (torch.randn(4, num_kv_heads, block_size, head_dim, generator=generator).to(dtype) for _ in range(2))
+    k_cache, v_cache = (
+        torch.randn(4, num_kv_heads, block_size, head_dim, generator=generator).to(dtype) for _ in range(2)
+    )
     slots = torch.tensor([block_size - 1, -1, 3 * block_size, 2 * block_size + 5, 0])
     table = rows = q_norm = k_norm = None
     if rotary_dim is not None:

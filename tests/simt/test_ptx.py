@@ -59,7 +59,9 @@ def compare(emulator: Emulator, kernels: dict[str, Kernel], call: Callable[..., 
         if output.dtype == torch.int32:
             assert torch.equal(output, expected)
         else:
-            torch.testing.assert_close(output, expected, rtol=1.6e-2 if output.dtype == torch.bfloat16 else 2e-3, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(
+                output, expected, rtol=1.6e-2 if output.dtype == torch.bfloat16 else 2e-3, atol=1e-5, equal_nan=True
+            )
 
 
 KernelsOf = Callable[[str], dict[str, Kernel]]
@@ -87,7 +89,9 @@ def test_attention_of_random_batches(emulator: Emulator, kernels_of: KernelsOf, 
 
 
 def test_a_carried_prompt(emulator: Emulator, kernels_of: KernelsOf) -> None:
-    batch = make_batch(AttentionCase((140,), (1050,), num_q_heads=1, num_kv_heads=1, softcap=20.0, window=600, has_sinks=True))
+    batch = make_batch(
+        AttentionCase((140,), (1050,), num_q_heads=1, num_kv_heads=1, softcap=20.0, window=600, has_sinks=True)
+    )
     assert batch.metadata.work[1:, 7].tolist() == [1, 0] or batch.metadata.work[1:, 7].sum() > 0
     run_by_ptx(emulator, kernels_of("attention_d64"), batch.attend)
     assert relative_error(batch.out, batch.expected()) < 5e-3
@@ -134,7 +138,8 @@ def test_sampling(emulator: Emulator, kernels_of: KernelsOf) -> None:
     token_ids = torch.full((3,), -9, dtype=torch.int32)
     arguments = (
         torch.tensor([1.0, 0.7, 0.0]), torch.tensor([0, 30, 0], dtype=torch.int32), torch.tensor([0.9, 0.8, 1.0]),
-        torch.tensor([0.0, 0.01, 0.0]), torch.tensor([5, -3, 9]), torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32),
+        torch.tensor([0.0, 0.01, 0.0]), torch.tensor([5, -3, 9]),
+        torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32),
     )  # fmt: skip
     compare(emulator, kernels_of("sample"), lambda: sample(SIMT, token_ids, logits, *arguments), token_ids)
     twins = torch.empty_like(token_ids)

@@ -63,9 +63,7 @@ def test_a_normed_row_has_the_same_bits_in_any_batch(emulator: Emulator) -> None
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU])
-def test_gated_activation_is_as_exact_as_torch(
-    emulator: Emulator, dtype: torch.dtype, activation: Activation
-) -> None:
+def test_gated_activation_is_as_exact_as_torch(emulator: Emulator, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random_rows(3, 2 * 1096, dtype)
     gate, up = gate_up[:, :1096], gate_up[:, 1096:]
     out = torch.empty(3, 1096, dtype=dtype)
@@ -114,6 +112,6 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_refused_by_name(emulato
     x = torch.ones(2, 70, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="rms_norm: x must have rows of whole 16 bytes"):
         rms_norm(SIMT, torch.empty_like(x), x, torch.ones(70), 1e-5)
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="rms_norm: weight must be float32, got bfloat16"):
-        x = torch.ones(2, 64, dtype=torch.bfloat16)
         rms_norm(SIMT, torch.empty_like(x), x, torch.ones(64, dtype=torch.bfloat16), 1e-5)

@@ -18,7 +18,9 @@ def draw_both(logits: Tensor, **settings: object) -> tuple[list[int], list[int]]
     defaults: dict[str, object] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7}
     dtypes = {"top_k": torch.int32, "seed": torch.int64}
     values = {
-        name: torch.tensor(value if isinstance(value, list) else [value] * num_rows, dtype=dtypes.get(name, torch.float32))
+        name: torch.tensor(
+            value if isinstance(value, list) else [value] * num_rows, dtype=dtypes.get(name, torch.float32)
+        )
         for name, value in (defaults | settings).items()
     }
     counter = torch.stack((torch.arange(num_rows) % 3, torch.arange(num_rows) * 17), 1).to(torch.int32)
@@ -110,7 +112,9 @@ def edit_lists(num_rows: int, vocab_size: int, g: torch.Generator, distinct: boo
     lengths = torch.randint(0, 40, (num_rows,), generator=g)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(torch.int32)
     ids = [
-        torch.randperm(vocab_size, generator=g)[:n] if distinct else torch.randint(0, vocab_size, (int(n),), generator=g)
+        torch.randperm(vocab_size, generator=g)[:n]
+        if distinct
+        else torch.randint(0, vocab_size, (int(n),), generator=g)
         for n in lengths
     ]
     return offsets, torch.cat(ids).to(torch.int32)

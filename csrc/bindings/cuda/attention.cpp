@@ -14,7 +14,8 @@ void check_heads(const Argument& x) {  // [tokens, heads, head_dim] with heads a
 
 void check_list(const Argument& list, int64_t columns) {  // a header row, then items
   list.type(ScalarType::Int).dim(2).contiguous();
-  if (list.size(0) < 1 || list.size(1) != columns) list.fail("must be a header row and items of " + std::to_string(columns) + " columns");
+  if (list.size(0) < 1 || list.size(1) != columns)
+    list.fail("must be a header row and items of " + std::to_string(columns) + " columns");
 }
 
 void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const Tensor& k_cache_tensor,
@@ -26,7 +27,8 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
   DeviceCall call(kOp, q_tensor);
   const Argument q = call.reads("q", q_tensor), out = call.writes("out", out_tensor);
   const Argument k_cache = call.reads("k_cache", k_cache_tensor), v_cache = call.reads("v_cache", v_cache_tensor);
-  const Argument block_table = call.reads("block_table", block_table_tensor), seq_lens = call.reads("seq_lens", seq_lens_tensor);
+  const Argument block_table = call.reads("block_table", block_table_tensor),
+                 seq_lens = call.reads("seq_lens", seq_lens_tensor);
   const Argument cu_seqlens_q = call.reads("cu_seqlens_q", cu_seqlens_q_tensor), work = call.reads("work", work_tensor);
   const Argument merge = call.reads("merge", merge_tensor), workspace = call.writes("workspace", workspace_tensor);
 
@@ -35,7 +37,8 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
   const CacheLayout layout = check_caches(k_cache, v_cache);
   q.type(k_cache.type()).shape({q.size(0), q.size(1), layout.head_dim});
   out.type(q.type()).shape({q.size(0), q.size(1), layout.head_dim});
-  if (layout.num_kv_heads == 0 || q.size(1) % layout.num_kv_heads != 0) q.fail("must have a multiple of the caches' KV heads");
+  if (layout.num_kv_heads == 0 || q.size(1) % layout.num_kv_heads != 0)
+    q.fail("must have a multiple of the caches' KV heads");
   const int64_t num_seqs = seq_lens.size(0);
   block_table.type(ScalarType::Int).rows();
   if (block_table.size(0) < num_seqs) block_table.fail("must have a row for each sequence");

@@ -19,11 +19,13 @@ CacheLayout check_caches(const Argument& k_cache, const Argument& v_cache) {
   element_type(k_cache, false);
   v_cache.type(k_cache.type()).shape({k_cache.size(0), num_kv_heads, k_cache.size(2), head_dim});
   for (const Argument* cache : {&k_cache, &v_cache}) {
-    if (cache->stride(3) != 1 || cache->stride(2) != head_dim) cache->fail("must have the tokens of a block side by side");
+    if (cache->stride(3) != 1 || cache->stride(2) != head_dim)
+      cache->fail("must have the tokens of a block side by side");
     if (cache->stride(0) != k_cache.stride(0) || cache->stride(1) != k_cache.stride(1))
       cache->fail("must have the strides of k_cache");
     if (cache->stride(0) > INT32_MAX) cache->fail("must have strides below 2^31 elements");
-    if (cache->stride(0) % 8 != 0 || cache->stride(1) % 8 != 0 || reinterpret_cast<uintptr_t>(cache->data<void>()) % 16 != 0)
+    if (cache->stride(0) % 8 != 0 || cache->stride(1) % 8 != 0 ||
+        reinterpret_cast<uintptr_t>(cache->data<void>()) % 16 != 0)
       cache->fail("must have heads that begin at multiples of 16 bytes");
   }
   return {static_cast<int32_t>(num_kv_heads), static_cast<int32_t>(head_dim), block_shift(k_cache), k_cache.stride(0),

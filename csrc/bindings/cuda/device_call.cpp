@@ -52,8 +52,7 @@ Argument DeviceCall::use(const char* name, const Tensor& tensor, bool) {
 }
 
 void DeviceCall::check(int error) const {
-  if (error != 0)
-    fail(op_, std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error)));
+  if (error != 0) fail(op_, std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error)));
 }
 
 #endif

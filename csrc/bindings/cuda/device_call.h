@@ -1,13 +1,12 @@
 // A call of an operator on a device: CUDA, or its emulation on the CPU. The bindings in this folder are compiled twice:
-// for the namespace pagedllm with CUDA tensors, and with PAGEDLLM_SIMT for the namespace pagedllm_simt with CPU tensors.
+// for the namespace pagedllm with CUDA tensors, and with PAGEDLLM_SIMT for the namespace pagedllm_simt with CPU
+// tensors.
 #pragma once
 #include "bindings/checks.h"
 #include "bindings/registration.h"
 #include "cuda/element_type.h"
 
 namespace pagedllm {
-
-
 
 class DeviceCall {
  public:
@@ -45,7 +44,8 @@ class DeviceCall {
 // bfloat16 or float16, and with `allows_float32` float32; else an error that names the argument.
 ElementType element_type(const Argument& argument, bool allows_float32);
 constexpr int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
-// Rows that kernels read 16 bytes at a time: strided rows of `width` elements, each beginning at a multiple of 16 bytes.
+// Rows that kernels read 16 bytes at a time: strided rows of `width` elements, each beginning at a multiple of 16
+// bytes.
 void check_vector_rows(const Argument& argument, int64_t element_bytes);
 
 }  // namespace pagedllm

@@ -59,9 +59,8 @@ void rope_norm_write_kv_op(const Tensor& qkv_tensor, const Tensor& k_cache_tenso
 
 PAGEDLLM_DEVICE_OPERATORS(library) {
   using namespace pagedllm;
-  PAGEDLLM_IMPLEMENT(
-      library, rope_norm_write_kv_op,
-      "rope_norm_write_kv(Tensor(a!) qkv, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, "
-      "Tensor? rope_table, Tensor? rope_rows, Tensor? q_norm, Tensor? k_norm, float eps, "
-      "int num_q_heads, int num_kv_heads, bool is_interleaved) -> ()");
+  PAGEDLLM_IMPLEMENT(library, rope_norm_write_kv_op,
+                     "rope_norm_write_kv(Tensor(a!) qkv, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, "
+                     "Tensor? rope_table, Tensor? rope_rows, Tensor? q_norm, Tensor? k_norm, float eps, "
+                     "int num_q_heads, int num_kv_heads, bool is_interleaved) -> ()");
 }

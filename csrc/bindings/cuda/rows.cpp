@@ -9,7 +9,8 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
                          int64_t activation) {
   constexpr const char* kOp = "gated_activation";
   DeviceCall call(kOp, out_tensor);
-  const Argument out = call.writes("out", out_tensor), gate = call.reads("gate", gate_tensor), up = call.reads("up", up_tensor);
+  const Argument out = call.writes("out", out_tensor), gate = call.reads("gate", gate_tensor),
+                 up = call.reads("up", up_tensor);
   GatedActivationParams params{};
   params.type = element_type(out, true);
   const int64_t num_rows = out.dim(2).size(0), width = out.size(1);
@@ -60,7 +61,8 @@ void copy_blocks_op(const Tensor& k_cache_tensor, const Tensor& v_cache_tensor, 
   const int64_t block_size = k_cache.dim(4).size(1) * k_cache.size(2) * k_cache.size(3);
   for (const Argument* cache : {&k_cache, &v_cache}) {
     cache->shape({k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)});
-    if (cache->stride(3) != 1 || cache->stride(2) != cache->size(3) || cache->stride(1) != cache->size(2) * cache->size(3))
+    if (cache->stride(3) != 1 || cache->stride(2) != cache->size(3) ||
+        cache->stride(1) != cache->size(2) * cache->size(3))
       cache->fail("must have blocks that are contiguous");
     if (cache->stride(0) * bytes % 16 != 0 || reinterpret_cast<uintptr_t>(cache->data<void>()) % 16 != 0)
       cache->fail("must have blocks that begin at multiples of 16 bytes");

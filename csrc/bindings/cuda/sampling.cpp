@@ -83,9 +83,11 @@ void sample_op(const Tensor& token_ids_tensor, const Tensor& logits_tensor, cons
 void top_logprobs_op(const Tensor& top_ids_tensor, const Tensor& top_values_tensor, const Tensor& token_values_tensor,
                      const Tensor& token_ranks_tensor, const Tensor& logits_tensor, const Tensor& token_ids) {
   DeviceCall call("top_logprobs", logits_tensor);
-  const Argument top_ids = call.writes("top_ids", top_ids_tensor), top_values = call.writes("top_values", top_values_tensor);
+  const Argument top_ids = call.writes("top_ids", top_ids_tensor),
+                 top_values = call.writes("top_values", top_values_tensor);
   const Argument token_values = call.writes("token_values", token_values_tensor);
-  const Argument token_ranks = call.writes("token_ranks", token_ranks_tensor), logits = call.reads("logits", logits_tensor);
+  const Argument token_ranks = call.writes("token_ranks", token_ranks_tensor),
+                 logits = call.reads("logits", logits_tensor);
   check_logits(logits);
   const int64_t num_rows = logits.size(0), k = top_ids.dim(2).size(1);
   top_ids.type(ScalarType::Int).shape({num_rows, k}).contiguous();
