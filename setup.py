@@ -48,7 +48,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 # No contraction: where a fused multiply-add is wanted it is written, so that bits do not depend on the optimizer.
 # -Wno-*uninitialized: GCC 12 warns of its own intrinsics.
 FLAGS = [
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off",
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized",
     "-Wno-maybe-uninitialized", "-Icsrc",
 ]  # fmt: skip
@@ -154,7 +154,7 @@ class Jobs:
         bindings = self.add_objects("bindings", Path("csrc/bindings").glob("*.cpp"), self.torch_flags)
         for name, isa_flags in INSTRUCTION_SETS.items():
             objects = bindings + self.add_objects(name, Path("csrc/cpu").glob("*.cpp"), isa_flags)
-            self.add_library(f"cpu_{name}", objects, ["-Wl,--no-undefined", "-s"])
+            self.add_library(f"cpu_{name}", objects, ["-pthread", "-Wl,--no-undefined", "-s"])
 
     def add_simt(self) -> None:
         runtime = [path for path in Path("csrc/simt").glob("*.cpp") if path.name != "memory_unchecked.cpp"]

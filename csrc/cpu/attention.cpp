@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
 #include <memory>
 
+#include "cpu/attention_blocks.h"
 #include "cpu/attention_tile.h"
 #include "cpu/vector_math.h"
 
@@ -13,8 +13,7 @@ namespace pagedllm {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kVectorsPerTile = kKeyTile / 16;
-constexpr int kMaxBlocksPerTile = kKeyTile / 8;
+constexpr int kVectors = kKeyTile / 16;  // of a tile's scores
 
 // exp(from - to) for the maxima of two sets of scores; a set of none has -infinity and weighs nothing.
 float decay_between(float from, float to) {
@@ -24,87 +23,90 @@ float decay_between(float from, float to) {
   return lanes[0];
 }
 
-// Unnormalized softmax over some keys: sum of exp(score - max) * value, and of exp(score - max).
+// Unnormalized softmax of a row over some keys.
 struct Partial {
-  float* values;  // [head_dim]
-  float max, sum;
+  const float* values;  // [head_dim]: sum of exp(score - max) * v
+  float max, sum;       // sum of exp(score - max)
 };
 
-// Adds `other`, whose keys come after ours.
-void fold(Partial& total, const Partial& other, int head_dim) {
-  const float max = std::max(total.max, other.max);
-  const float ours = decay_between(total.max, max), theirs = decay_between(other.max, max);
-  for (int d = 0; d < head_dim; d += 16) {
-    const f32x16 scaled = load(other.values + d) * f32x16::broadcast(theirs);
-    store(total.values + d, fma(load(total.values + d), f32x16::broadcast(ours), scaled));
-  }
-  total.sum = total.sum * ours + other.sum * theirs;
-  total.max = max;
-}
+struct Task {
+  const AttentionItem* item;
+  int kv_head;
+};
 
-// One item for one KV head.
+// Runs tasks one after another, on one thread.
 template <class T>
-class ItemKernel {
+class Worker {
  public:
-  ItemKernel(const PagedAttentionParams<T>& params) : p_(params), group_(params.num_q_heads / params.num_kv_heads) {}
+  explicit Worker(const PagedAttentionParams<T>& params)
+      : p_(params), group_(params.num_q_heads / params.num_kv_heads), keys_(params) {}
 
-  void run(const AttentionItem& item, int kv_head) {
-    begin(item, kv_head);
+  // `next`, if any, is what will be run after this.
+  void run(const Task& task, const Task* next) {
+    begin(task);
+    const AttentionItem& item = *task.item;
     for (int key = item.first_key; key < item.end_key; key += kKeySplit) {
       clear();
       const int end = std::min(key + kKeySplit, item.end_key);
-      // tiles that the first row's window has left behind are left behind by all
-      const int first = std::max(key, lowest_[0] / kKeyTile * kKeyTile);
-      for (int tile = first; tile < end; tile += kKeyTile) run_tile(tile, std::min(tile + kKeyTile, end));
-      end_split(item, kv_head, (key - item.first_key) / kKeySplit);
+      for (int tile = std::max(key, first_tile(item)); tile < end; tile += kKeyTile) {
+        look_ahead(task, tile + kKeyTile, next);
+        run_tile(tile, std::min(tile + kKeyTile, end));
+        while (lines_.next != lines_.end) lines_.ask();
+      }
+      end_split((key - item.first_key) / kKeySplit);
     }
-    if (item.slot < 0) finish(item, kv_head);
+    if (item.slot < 0) finish();
   }
 
   // Folds the splits of an item's rows, all of them computed, and writes `out`.
-  void merge(const AttentionItem& item, int kv_head) {
-    const AttentionMerge& splits = p_.merges[item.merge];
-    begin_rows(item);
-    for (int split = 0; split < splits.num_splits; ++split) {
-      for (int r = 0; r < item.num_rows; ++r) {
-        const float* place = workspace(splits.first_slot + split * item.num_rows + r, kv_head);
-        const Partial other{const_cast<float*>(place), place[p_.head_dim], place[p_.head_dim + 1]};
-        if (split == 0) {
-          set_total(r, other);
-        } else {
-          fold_into_total(r, other);
-        }
+  void merge(const Task& task) {
+    begin(task);
+    const AttentionMerge& merge = p_.merges[task.item->merge];
+    for (int split = 0; split < merge.num_splits; ++split) {
+      for (int r = 0; r < num_rows_; ++r) {
+        const float* place = place_of(merge.first_slot + split * num_rows_ + r);
+        fold_into_total(r, split == 0, {place, place[p_.head_dim], place[p_.head_dim + 1]});
       }
     }
-    finish(item, kv_head);
+    finish();
   }
 
  private:
-  static constexpr int kElements = Step<T>::kElements;
+  static constexpr int kRows = Step<T>::kRows;
+  static constexpr int kRowsToLookAhead = 16;  // with more, arithmetic takes longer than memory, and tiles are shared
 
-  const T* q_row(int64_t packed_row, int64_t first_token, int kv_head) const {
-    return p_.q + (first_token + packed_row / group_) * p_.q_stride +
-           (int64_t{kv_head} * group_ + packed_row % group_) * p_.head_dim;
+  // Position of the first new token of a sequence.
+  int first_position(int seq) const { return p_.seq_lens[seq] - (p_.cu_seqlens_q[seq + 1] - p_.cu_seqlens_q[seq]); }
+  int lowest_key(int position) const { return p_.window > 0 ? std::max(0, position + 1 - p_.window) : 0; }
+  // Tiles that the first row's window has left behind are left behind by all rows.
+  int first_tile(const AttentionItem& item) const {
+    const int lowest = lowest_key(first_position(item.seq) + item.first_row / group_);
+    return std::max(item.first_key, lowest / kKeyTile * kKeyTile);
   }
-  float* workspace(int64_t place, int kv_head) const {
-    return p_.workspace + (place * p_.num_kv_heads + kv_head) * (p_.head_dim + 2);
+  const int32_t* blocks_of(const AttentionItem& item) const {
+    return p_.block_table + item.seq * p_.block_table_stride;
   }
+  float* place_of(int64_t place) const {
+    return p_.workspace + (place * p_.num_kv_heads + task_.kv_head) * (p_.head_dim + 2);
+  }
+  // Offset of a row in q or out, whose tokens are `stride` apart.
+  int64_t row_offset(int row, int64_t stride) const { return token_[row] * stride + int64_t{head_[row]} * p_.head_dim; }
 
-  void begin_rows(const AttentionItem& item) {
-    num_rows_ = item.num_rows;
-    const int first_new = p_.seq_lens[item.seq] - (p_.cu_seqlens_q[item.seq + 1] - p_.cu_seqlens_q[item.seq]);
+  void begin(const Task& task) {
+    task_ = task;
+    num_rows_ = task.item->num_rows;
+    const int first_token = p_.cu_seqlens_q[task.item->seq], first = first_position(task.item->seq);
+    int token = task.item->first_row / group_, head = task.item->first_row % group_;
     for (int r = 0; r < num_rows_; ++r) {
-      end_[r] = first_new + (item.first_row + r) / group_ + 1;
-      lowest_[r] = p_.window > 0 ? std::max(0, end_[r] - p_.window) : 0;
-    }
-  }
-
-  void begin(const AttentionItem& item, int kv_head) {
-    begin_rows(item);
-    blocks_ = p_.block_table + item.seq * p_.block_table_stride;
-    kv_head_ = kv_head;
-    for (int r = 0; r < num_rows_; ++r) {
-      std::copy_n(q_row(item.first_row + r, p_.cu_seqlens_q[item.seq], kv_head), p_.head_dim, q_ + r * kMaxHeadDim);
+      token_[r] = first_token + token;
+      head_[r] = task.kv_head * group_ + head;
+      lowest_[r] = lowest_key(first + token);
+      end_[r] = first + token + 1;
+      std::copy_n(p_.q + row_offset(r, p_.q_stride), p_.head_dim, q_ + r * kMaxHeadDim);
+      if (++head == group_) {
+        head = 0;
+        ++token;
+      }
     }
   }
 
@@ -114,50 +116,29 @@ class ItemKernel {
     std::fill_n(sum_lanes_, 16 * num_rows_, 0.0f);
   }
 
-  // Where the tile's keys lie: k_[v] holds 16 of them a step, runs of V begin at v_[block].
-  void locate(int tile, int end) {
-    const int64_t block_elements = int64_t{p_.head_dim} * p_.block_size;
-    const int num_blocks = (end - tile + p_.block_size - 1) / p_.block_size;
-    const T* k_blocks[kMaxBlocksPerTile];
-    const int offset = tile % p_.block_size;  // not 0 where a block holds several tiles
-    for (int b = 0; b < num_blocks; ++b) {
-      const int64_t block = blocks_[tile / p_.block_size + b];
-      const int64_t at = (block * p_.num_kv_heads + kv_head_) * block_elements;
-      k_blocks[b] = p_.k_cache + at + offset * kElements;
-      v_[b] = p_.v_cache + at + int64_t{offset} * p_.head_dim;
+  // Queues the lines of what comes after the present tile: another one of this task, or the first of the next task.
+  void look_ahead(const Task& task, int tile, const Task* next) {
+    lines_ = {};
+    const Task* ahead = &task;
+    if (tile >= task.item->end_key) {
+      if (!next) return;
+      ahead = next;
+      tile = first_tile(*next->item);
     }
-    if (p_.block_size < 16) {
-      gather_keys(k_blocks, num_blocks);
-      return;
-    }
-    k_stride_ = int64_t{p_.block_size} * kElements;
-    for (int v = 0; v * 16 < end - tile; ++v) {
-      k_[v] = k_blocks[v * 16 / p_.block_size] + v * 16 % p_.block_size * kElements;
-    }
+    const AttentionItem& item = *ahead->item;
+    if (item.num_rows > kRowsToLookAhead) return;
+    lines_ = keys_.lines_of(blocks_of(item), ahead->kv_head, tile, std::min(tile + kKeyTile, item.end_key));
   }
 
-  // Blocks of 8 keys are copied into a tile of 64.
-  void gather_keys(const T* const* k_blocks, int num_blocks) {
-    const int64_t width = int64_t{p_.block_size} * kElements;
-    k_stride_ = kKeyTile * kElements;
-    for (int b = 0; b < num_blocks; ++b) {
-      for (int step = 0; step < p_.head_dim / kElements; ++step) {
-        std::copy_n(k_blocks[b] + step * width, width, gathered_ + step * k_stride_ + b * width);
-      }
-    }
-    for (int v = 0; v < kVectorsPerTile; ++v) k_[v] = gathered_ + 16 * v * kElements;
-  }
-
-  void run_tile(int tile, int end) {
+  void run_tile(int tile, int tile_end) {
     int first = 0, last = num_rows_;  // rows that see a key of the tile lie together
     while (first < last && end_[first] <= tile) ++first;
-    while (first < last && lowest_[last - 1] >= end) --last;
+    while (first < last && lowest_[last - 1] >= tile_end) --last;
     if (first == last) return;
-    locate(tile, end);
-    int groups = (last - first + Step<T>::kRows - 1) / Step<T>::kRows;
-    for (; groups > 0; --groups) {
-      const int count = (last - first + groups - 1) / groups;
-      run_group(first, count, tile, end);
+    keys_.locate(blocks_of(*task_.item), task_.kv_head, tile, tile_end);
+    for (int groups = (last - first + kRows - 1) / kRows; groups > 0; --groups) {
+      const int count = (last - first + groups - 1) / groups;  // groups of about the same size
+      run_group(first, count, tile, tile_end);
       first += count;
     }
   }
@@ -167,28 +148,28 @@ class ItemKernel {
     const int begin = std::max(lowest_[first] - tile, 0);
     const int end = std::min(end_[first + count - 1], tile_end) - tile;
     const int first_vector = begin / 16, end_vector = (end + 15) / 16;
-    score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, kMaxHeadDim, k_ + first_vector, k_stride_,
-          p_.head_dim / kElements, scores_ + 16 * first_vector);
-    float decay[Step<T>::kRows];
+    score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
+          p_.head_dim / Step<T>::kElements, scores_ + 16 * first_vector, lines_);
+    float decay[kRows];
     for (int r = 0; r < count; ++r) {
       decay[r] = weigh(first + r, scores_ + r * kKeyTile, weights_ + r * kKeyTile, tile, first_vector, end_vector);
     }
-    Run<T> runs[kMaxBlocksPerTile + 2];
-    const int num_runs = cut_runs(begin, end, runs);
-    accumulate(count, p_.head_dim, weights_, runs, num_runs, decay, values_ + first * p_.head_dim);
+    Run<T> runs[KeyTile<T>::kMaxRuns];
+    const int num_runs = keys_.cut_runs(begin, end, runs);
+    accumulate(count, p_.head_dim, weights_, runs, num_runs, decay, values_ + first * p_.head_dim, lines_);
   }
 
   // Scores of a row become weights exp(score - max); returns what earlier weights are to be multiplied by.
   float weigh(int row, const float* scores, T* weights, int tile, int first_vector, int end_vector) {
-    f32x16 s[kVectorsPerTile];
-    f32x16 max = f32x16::broadcast(-kInfinity);
-    const int begin = lowest_[row] - tile, end = end_[row] - tile;  // of the keys the row sees
+    f32x16 s[kVectors];
+    const f32x16 none = f32x16::broadcast(-kInfinity);
+    f32x16 max = none;
+    const int begin = lowest_[row] - tile, end = end_[row] - tile;  // of the keys that the row sees
     for (int v = first_vector; v < end_vector; ++v) {
       s[v] = load(scores + 16 * v) * f32x16::broadcast(p_.scale);
       if (p_.softcap > 0.0f) {
         s[v] = f32x16::broadcast(p_.softcap) * tanh(s[v] / f32x16::broadcast(p_.softcap));
       }
-      const f32x16 none = f32x16::broadcast(-kInfinity);
       if (end < 16 * (v + 1)) s[v] = select_first(std::max(end - 16 * v, 0), s[v], none);
       if (begin > 16 * v) s[v] = select_first(begin - 16 * v, none, s[v]);
       max = pagedllm::max(max, s[v]);
@@ -196,8 +177,8 @@ class ItemKernel {
     const float new_max = std::max(max_[row], reduce_max(max));
     const float decay = decay_between(max_[row], new_max);
     const f32x16 reference = f32x16::broadcast(new_max == -kInfinity ? 0.0f : new_max);
-    f32x16 sums[kVectorsPerTile];
-    for (int v = 0; v < kVectorsPerTile; ++v) {
+    f32x16 sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
       sums[v] = f32x16::zero();
       if (v >= first_vector && v < end_vector) {
         sums[v] = exp(s[v] - reference);
@@ -211,86 +192,53 @@ class ItemKernel {
     return decay;
   }
 
-  // V of keys begin .. end of the tile, as runs within blocks. Where a pair of keys is cut in two, the half outside may
-  // hold anything, and 0 * NaN is NaN: it is replaced by zeros.
-  int cut_runs(int begin, int end, Run<T>* runs) {
-    int count = 0;
-    const int keys_per_run = std::min(p_.block_size, kKeyTile);
-    const auto value_at = [&](int key) {
-      return v_[key / keys_per_run] + int64_t{key % keys_per_run} / kElements * kElements * p_.head_dim;
-    };
-    if constexpr (kElements == 2) {
-      if (begin % 2) {
-        runs[count++] = {half_pair(value_at(begin - 1), 1, edges_), begin / 2, 1};
-        ++begin;
-      }
-    }
-    const int whole = end / kElements * kElements;
-    while (begin < whole) {
-      const int stop = std::min(whole, (begin / keys_per_run + 1) * keys_per_run);
-      runs[count++] = {value_at(begin), begin / kElements, (stop - begin) / kElements};
-      begin = stop;
-    }
-    if constexpr (kElements == 2) {
-      if (end % 2 && begin < end) {
-        runs[count++] = {half_pair(value_at(end - 1), 0, edges_ + kMaxHeadDim * 2), end / 2, 1};
-      }
-    }
-    return count;
-  }
-
-  // A copy of the V of a pair of keys, with zeros for the one that is not kept.
-  const T* half_pair(const T* pair, int kept, T* copy) const {
-    for (int d = 0; d < p_.head_dim; ++d) {
-      copy[2 * d + kept] = pair[2 * d + kept];
-      copy[2 * d + 1 - kept] = T{};
-    }
-    return copy;
-  }
-
-  void end_split(const AttentionItem& item, int kv_head, int split) {
+  void end_split(int split) {
     for (int r = 0; r < num_rows_; ++r) {
       const Partial partial{values_ + r * p_.head_dim, max_[r], reduce_add(load(sum_lanes_ + 16 * r))};
-      if (item.slot >= 0) {
-        float* place = workspace(item.slot + split * num_rows_ + r, kv_head);
-        std::copy_n(partial.values, p_.head_dim, place);
-        place[p_.head_dim] = partial.max;
-        place[p_.head_dim + 1] = partial.sum;
-      } else if (split == 0) {
-        set_total(r, partial);
-      } else {
-        fold_into_total(r, partial);
+      if (task_.item->slot < 0) {
+        fold_into_total(r, split == 0, partial);
+        continue;
       }
+      float* place = place_of(task_.item->slot + split * num_rows_ + r);
+      std::copy_n(partial.values, p_.head_dim, place);
+      place[p_.head_dim] = partial.max;
+      place[p_.head_dim + 1] = partial.sum;
     }
   }
 
-  void set_total(int row, const Partial& partial) {
-    std::copy_n(partial.values, p_.head_dim, total_values_ + row * p_.head_dim);
-    total_max_[row] = partial.max;
-    total_sum_[row] = partial.sum;
-  }
-
-  void fold_into_total(int row, const Partial& partial) {
-    Partial total{total_values_ + row * p_.head_dim, total_max_[row], total_sum_[row]};
-    fold(total, partial, p_.head_dim);
-    total_max_[row] = total.max;
-    total_sum_[row] = total.sum;
+  // Splits come in order of their keys.
+  void fold_into_total(int row, bool is_first, const Partial& partial) {
+    float* total = total_values_ + row * p_.head_dim;
+    if (is_first) {
+      std::copy_n(partial.values, p_.head_dim, total);
+      total_max_[row] = partial.max;
+      total_sum_[row] = partial.sum;
+      return;
+    }
+    const float max = std::max(total_max_[row], partial.max);
+    const float ours = decay_between(total_max_[row], max), theirs = decay_between(partial.max, max);
+    for (int d = 0; d < p_.head_dim; d += 16) {
+      const f32x16 scaled = load(partial.values + d) * f32x16::broadcast(theirs);
+      store(total + d, fma(load(total + d), f32x16::broadcast(ours), scaled));
+    }
+    total_max_[row] = max;
+    total_sum_[row] = total_sum_[row] * ours + partial.sum * theirs;
   }
 
   // Normalizes and writes `out`. A sink is a key of no value.
-  void finish(const AttentionItem& item, int kv_head) {
+  void finish() {
     for (int r = 0; r < num_rows_; ++r) {
-      const int64_t row = item.first_row + r, head = int64_t{kv_head} * group_ + row % group_;
-      float sum = total_sum_[r], factor = 1.0f;
+      float factor = 1.0f, sum = total_sum_[r];
       if (p_.sinks) {
-        const float max = std::max(total_max_[r], p_.sinks[head]);
+        const float sink = p_.sinks[head_[r]];
+        const float max = std::max(total_max_[r], sink);
         factor = decay_between(total_max_[r], max);
-        sum = sum * factor + decay_between(p_.sinks[head], max);
+        sum = sum * factor + decay_between(sink, max);
       }
       const f32x16 scale = f32x16::broadcast(factor / sum);
-      T* out = p_.out + (p_.cu_seqlens_q[item.seq] + row / group_) * p_.out_stride + head * p_.head_dim;
+      T* out = p_.out + row_offset(r, p_.out_stride);
       for (int d = 0; d < p_.head_dim; d += 16) {
-        // + 0: where a sum is zero, its sign may depend on how many zeros were added
+        // + 0: the sign of a sum that is zero may depend on how many zeros were added to it
         store(out + d, load(total_values_ + r * p_.head_dim + d) * scale + f32x16::zero());
       }
     }
@@ -298,45 +246,47 @@ class ItemKernel {
 
   const PagedAttentionParams<T>& p_;
   const int group_;  // query heads of a KV head
-  const int32_t* blocks_ = nullptr;
-  int kv_head_ = 0, num_rows_ = 0;
-  const T* k_[kVectorsPerTile];
-  const T* v_[kMaxBlocksPerTile];
-  int64_t k_stride_ = 0;
+  Task task_{};
+  int num_rows_ = 0;
+  KeyTile<T> keys_;
+  LineQueue lines_{};
 
-  int lowest_[kMaxRowsPerItem], end_[kMaxRowsPerItem];  // a row sees keys lowest .. end
+  // of each row
+  int token_[kMaxRowsPerItem], head_[kMaxRowsPerItem];  // in q and out
+  int lowest_[kMaxRowsPerItem], end_[kMaxRowsPerItem];  // the row sees keys lowest .. end
   float max_[kMaxRowsPerItem], total_max_[kMaxRowsPerItem], total_sum_[kMaxRowsPerItem];
   alignas(64) float sum_lanes_[kMaxRowsPerItem * 16];
   alignas(64) T q_[kMaxRowsPerItem * kMaxHeadDim];
-  alignas(64) float scores_[Step<T>::kRows * kKeyTile];
-  alignas(64) T weights_[Step<T>::kRows * kKeyTile];
   alignas(64) float values_[kMaxRowsPerItem * kMaxHeadDim];
   alignas(64) float total_values_[kMaxRowsPerItem * kMaxHeadDim];
-  alignas(64) T edges_[2 * kMaxHeadDim * 2];
-  alignas(64) T gathered_[kKeyTile * kMaxHeadDim];
+  // of a group of rows
+  alignas(64) float scores_[kRows * kKeyTile];
+  alignas(64) T weights_[kRows * kKeyTile];
 };
 
 }  // namespace
 
 template <class T>
 void paged_attention(const PagedAttentionParams<T>& p) {
-  const int64_t num_tasks = p.num_items * p.num_kv_heads;
-  // splits still to come, for each merge and KV head: the thread that computes the last one merges
-  std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[p.num_merges * p.num_kv_heads]);
-  for (int64_t i = 0; i < p.num_merges * p.num_kv_heads; ++i) missing[i] = p.merges[i / p.num_kv_heads].num_splits;
+  const int64_t num_tasks = p.num_items * p.num_kv_heads, num_merges = p.num_merges * p.num_kv_heads;
+  // splits still to come of each merge and KV head: the thread that computes the last one merges
+  const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[num_merges]);
+  for (int64_t i = 0; i < num_merges; ++i) missing[i] = p.merges[i / p.num_kv_heads].num_splits;
 
+  // Threads draw runs of tasks, not tasks: within a run the next task is known, and its keys can be asked for early.
   constexpr int64_t kRunsPerThread = 32;
   const int64_t num_runs = std::min(num_tasks, kRunsPerThread * p.parallel.num_threads());
+  const auto task_at = [&](int64_t i) {
+    return Task{&p.items[i / p.num_kv_heads], static_cast<int>(i % p.num_kv_heads)};
+  };
   p.parallel(num_runs, [&](int64_t run) {
-    ItemKernel<T> kernel(p);
+    Worker<T> worker(p);
     const int64_t end = num_tasks * (run + 1) / num_runs;
-    for (int64_t task = num_tasks * run / num_runs; task < end; ++task) {
-      const AttentionItem& item = p.items[task / p.num_kv_heads];
-      const int kv_head = static_cast<int>(task % p.num_kv_heads);
-      kernel.run(item, kv_head);
-      if (item.merge >= 0 && missing[item.merge * p.num_kv_heads + kv_head].fetch_sub(1) == 1) {
-        kernel.merge(item, kv_head);
-      }
+    for (int64_t i = num_tasks * run / num_runs; i < end; ++i) {
+      const Task task = task_at(i), next = task_at(std::min(i + 1, end - 1));
+      worker.run(task, i + 1 < end ? &next : nullptr);
+      const int32_t merge = task.item->merge;
+      if (merge >= 0 && missing[merge * p.num_kv_heads + task.kv_head].fetch_sub(1) == 1) worker.merge(task);
     }
   });
 }

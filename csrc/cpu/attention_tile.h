@@ -63,9 +63,23 @@ inline void with_constant(int n, const F& fn) {
   fn(std::integral_constant<int, Max>{});
 }
 
+// Cache lines that will be needed soon. Asking for a few with every step lets them arrive behind the arithmetic; asked
+// for at once they would fill the CPU's miss queues and hold up its next loads.
+struct LineQueue {
+  static constexpr int kPerStep = 4;  // a tile's lines are 4 a step of q.k and, for head_dim 64, 4 a step of p.v
+  const char* const* next;
+  const char* const* end;
+  void ask() {
+    if (next == end) return;
+    for (int i = 0; i < kPerStep; ++i) __builtin_prefetch(next[i]);
+    next += kPerStep;
+  }
+};
+
 // scores[r][16 v ..] = q[r] . keys, V vectors of 16 keys that begin at k[v].
 template <class T, int R, int V>
-void score_rows(const T* q, int64_t q_stride, const T* const* k, int64_t k_stride, int num_steps, float* scores) {
+void score_rows(const T* q, const T* const* k, int64_t k_stride, int num_steps, float* scores, LineQueue& queue) {
+  LineQueue lines = queue;  // a local, for registers
   f32x16 sum[R][V];
   const T* keys[V];
   for (int v = 0; v < V; ++v) {
@@ -73,12 +87,13 @@ void score_rows(const T* q, int64_t q_stride, const T* const* k, int64_t k_strid
     for (int r = 0; r < R; ++r) sum[r][v] = f32x16::zero();
   }
   for (int step = 0; step < num_steps; ++step) {
+    lines.ask();
     decltype(Step<T>::columns(keys[0])) columns[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) columns[v] = Step<T>::columns(keys[v] + step * k_stride);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const auto row = Step<T>::row(q + r * q_stride + step * Step<T>::kElements);
+      const auto row = Step<T>::row(q + r * kMaxHeadDim + step * Step<T>::kElements);
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sum[r][v] = Step<T>::multiply(row, columns[v], sum[r][v]);
     }
@@ -86,12 +101,14 @@ void score_rows(const T* q, int64_t q_stride, const T* const* k, int64_t k_strid
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) store(scores + r * kKeyTile + 16 * v, sum[r][v]);
   }
+  queue = lines;
 }
 
 // sums[r] = sums[r] * decay[r] + weights[r] . values for 16 V features; steps of `values` are v_stride apart.
 template <class T, int R, int V>
 void accumulate_rows(const T* weights, const Run<T>* runs, int num_runs, int64_t column, int64_t v_stride,
-                     const float* decay, float* sums, int64_t sums_stride) {
+                     const float* decay, float* sums, int64_t sums_stride, LineQueue& queue) {
+  LineQueue lines = queue;  // a local, for registers
   f32x16 sum[R][V];
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) {
@@ -102,6 +119,7 @@ void accumulate_rows(const T* weights, const Run<T>* runs, int num_runs, int64_t
     const T* values = run->columns + column;
     const T* row_weights = weights + run->first_step * Step<T>::kElements;
     for (int step = 0; step < run->num_steps; ++step, values += v_stride, row_weights += Step<T>::kElements) {
+      lines.ask();
       decltype(Step<T>::columns(values)) columns[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) columns[v] = Step<T>::columns(values + 16 * Step<T>::kElements * v);
@@ -116,17 +134,18 @@ void accumulate_rows(const T* weights, const Run<T>* runs, int num_runs, int64_t
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) store(sums + r * sums_stride + 16 * v, sum[r][v]);
   }
+  queue = lines;
 }
 
 // score_rows for num_rows <= Step::kRows and up to 4 vectors.
 template <class T>
-void score(int num_rows, int num_vectors, const T* q, int64_t q_stride, const T* const* k, int64_t k_stride,
-           int num_steps, float* scores) {
+void score(int num_rows, int num_vectors, const T* q, const T* const* k, int64_t k_stride, int num_steps, float* scores,
+           LineQueue& queue) {
   constexpr int kVectors = Step<T>::kVectors;
   with_constant<Step<T>::kRows>(num_rows, [&](auto rows) {
     for (int v = 0; v < num_vectors; v += kVectors) {
       with_constant<kVectors>(num_vectors - v < kVectors ? num_vectors - v : kVectors, [&](auto vectors) {
-        score_rows<T, rows(), vectors()>(q, q_stride, k + v, k_stride, num_steps, scores + 16 * v);
+        score_rows<T, rows(), vectors()>(q, k + v, k_stride, num_steps, scores + 16 * v, queue);
       });
     }
   });
@@ -135,7 +154,7 @@ void score(int num_rows, int num_vectors, const T* q, int64_t q_stride, const T*
 // accumulate_rows for num_rows <= Step::kRows and all features.
 template <class T>
 void accumulate(int num_rows, int head_dim, const T* weights, const Run<T>* runs, int num_runs, const float* decay,
-                float* sums) {
+                float* sums, LineQueue& queue) {
   constexpr int kVectors = Step<T>::kVectors, kElements = Step<T>::kElements;
   int left = head_dim / 16;
   int passes = (left + kVectors - 1) / kVectors;
@@ -144,7 +163,7 @@ void accumulate(int num_rows, int head_dim, const T* weights, const Run<T>* runs
       const int count = (left + passes - 1) / passes;  // passes of about the same width
       with_constant<kVectors>(count, [&](auto vectors) {
         accumulate_rows<T, rows(), vectors()>(weights, runs, num_runs, int64_t{column} * kElements,
-                                              int64_t{head_dim} * kElements, decay, sums + column, head_dim);
+                                              int64_t{head_dim} * kElements, decay, sums + column, head_dim, queue);
       });
       column += 16 * count;
       left -= count;

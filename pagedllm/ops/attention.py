@@ -232,7 +232,7 @@ class CpuAttentionBackend(AttentionBackend):
     layout = CpuLayout()
     supported_head_dims = tuple(range(32, 257, 16))
     supported_dtypes = (torch.bfloat16, torch.float32)
-    rows_per_item = 32  # the kernel's limit is 64
+    rows_per_item = 48  # +5 % over 32 at head_dim 64 and 128; the kernel can do 64
     tiles_not_split = 8  # so many row tiles of one sequence are work enough without splitting their keys
 
     def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:

@@ -11,15 +11,17 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pagedllm
 from pagedllm.engine.core import EngineCore
-from pagedllm.request import Request
+from pagedllm.request import Request, TokenLogprobs
 from tests.engine import fakes
 from tests.engine.fakes import FakeRunner, LetterDetokenizer, assert_idle, make_engine, make_request, reference_tokens
 
@@ -248,6 +250,26 @@ def test_a_failing_detokenizer_ends_the_call_and_only_the_call(method: str, monk
         assert_given_back(engine, requests, returned)
         assert_next_call_is_exact(engine)
     assert num_failures > 0
+
+
+def test_logprobs_of_a_token_that_was_not_taken_are_dropped() -> None:
+    engine, _ = make_engine()
+    request = make_request("a", [1], 9, logprobs=0)
+    engine.add_request(request)
+    engine.step()
+    execute = engine._execute
+
+    def failing(plan: Any) -> Any:
+        result = execute(plan)
+        broken = TokenLogprobs(np.array([0], np.int32), np.array([], np.float32), 1)
+        return replace(result, logprobs=[(broken,)])
+
+    engine._execute = failing
+    with pytest.raises(IndexError):
+        engine.step()
+    assert engine.abort(["a"]) == [request]
+    assert (request.num_output_tokens, len(request.logprobs)) == (1, 1)
+    assert request.cumulative_logprob == float(request.logprobs[0].logprobs[0])
 
 
 def test_finished_requests_stay_whole_and_others_hold_what_they_had() -> None:

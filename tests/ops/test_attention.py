@@ -252,19 +252,15 @@ def test_the_plan_covers_every_row_and_key_once() -> None:
     plan = backend.plan(q_lens, seq_lens, AttentionShape(6, 2, 64))
     assert plan.work[0].tolist() == [len(plan.work) - 1, 0, 0, 0, 0, 0, 0, 0]
     items = plan.work[1:].tolist()
-    # one decode over three splits; 40 tokens are 120 rows in four tiles of two splits each
+    # one decode over three splits; 40 tokens are 120 rows in three tiles of two splits each
     assert items[:3] == [
         [0, 0, 3, 0, 512, 0, 0, 0], [0, 0, 3, 512, 1024, 3, 0, 0], [0, 0, 3, 1024, 1100, 6, 0, 0],
     ]  # fmt: skip
-    assert items[3:5] == [[2, 0, 32, 0, 512, 9, 1, 0], [2, 0, 32, 512, 571, 41, 1, 0]]
-    assert items[9:11] == [[2, 96, 24, 0, 512, 201, 4, 0], [2, 96, 24, 512, 600, 225, 4, 0]]
-    # 400 tokens are 38 tiles, each with all its keys
-    assert items[11:] == [
-        [3, 32 * i, min(32, 1200 - 32 * i), 0, 1100 + min(32 * i + 31, 1199) // 3 + 1, -1, -1, 0] for i in range(38)
-    ]
-    assert plan.merge.tolist() == [
-        [5, 0, 0, 0], [0, 0, 0, 3], [2, 0, 9, 2], [2, 32, 73, 2], [2, 64, 137, 2], [2, 96, 201, 2],
-    ]  # fmt: skip
+    assert items[3:5] == [[2, 0, 48, 0, 512, 9, 1, 0], [2, 0, 48, 512, 576, 57, 1, 0]]
+    assert items[7:9] == [[2, 96, 24, 0, 512, 201, 3, 0], [2, 96, 24, 512, 600, 225, 3, 0]]
+    # 400 tokens are 25 tiles of 16, each with all its keys
+    assert items[9:] == [[3, 48 * i, 48, 0, 1100 + 16 * (i + 1), -1, -1, 0] for i in range(25)]
+    assert plan.merge.tolist() == [[4, 0, 0, 0], [0, 0, 0, 3], [2, 0, 9, 2], [2, 48, 105, 2], [2, 96, 201, 2]]
     assert plan.workspace_size == 249 * 2 * 66
 
 
