@@ -84,7 +84,11 @@ def test_defaults_are_neutral_and_max_tokens_256():
         ("allowed_token_ids", [], "allowed_token_ids must be None or a non-empty list of ints, got []"),
         ("bad_words", [""], "bad_words must be None or a list of str, none of them empty, got ['']"),
         ("bad_words", "word", "bad_words must be None or a list of str, none of them empty, got 'word'"),
-        ("logits_processors", [1], "logits_processors must be None or a list of callables f(token_ids, logits), got [1]"),
+        (
+            "logits_processors",
+            [1],
+            "logits_processors must be None or a list of callables f(token_ids, logits), got [1]",
+        ),
         ("logits_processors", len, "logits_processors must be None or a list of callables f(token_ids, logits), got <"),
         ("n", 0, "n must be an int >= 1, got 0"),
     ],

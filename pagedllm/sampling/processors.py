@@ -7,7 +7,7 @@ their order does not matter. User callables are not masks: they see a row's logi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class MinTokens:
 
 
 class BadWords:
-    """bad_words: each is a sequence of tokens whose last one may not come after the others. Looks at the output only."""
+    """bad_words: each is a sequence of tokens whose last one may not come after the others, in the output alone."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]], vocab_size: int) -> None:
         distinct = set(sequences)
@@ -145,22 +145,30 @@ class UserProcessors:
         logits.copy_(edited)
 
     def _call(self, index: int, function: Callable[[list[int], Tensor], Any], logits: Tensor) -> Tensor:
-        shape = logits.shape
-        name = f"logits_processors[{index}] ({getattr(function, '__name__', type(function).__name__)})"
+        result: Any = None
         try:
             result = function(list(self._output), logits)
-        except Exception as error:  # no cause is kept: its traceback would hold the engine
-            reason = f"{name} raised {type(error).__name__}: {error}"
-            raise RequestError("invalid_parameter", reason, field="logits_processors") from None
-        if not isinstance(result, Tensor):
-            reason = f"{name} must return a tensor of logits, got {type(result).__name__}"
-        elif result.shape != shape:
-            reason = f"{name} must return logits of shape {tuple(shape)}, got {tuple(result.shape)}"
-        elif result.is_complex():
-            reason = f"{name} must return real logits, got {result.dtype}"
+        except Exception as error:
+            reason = f"raised {type(error).__name__}: {error}"
         else:
-            return result.detach().to(device="cpu", dtype=torch.float32)
-        raise RequestError("invalid_parameter", reason, field="logits_processors")
+            reason = _what_is_wrong(result, logits.shape)
+        if not reason:
+            return cast(Tensor, result).detach().to(device="cpu", dtype=torch.float32)
+        # raised here, so that it has no context: that one's traceback would hold the engine
+        name = getattr(function, "__name__", type(function).__name__)
+        raise RequestError(
+            "invalid_parameter", f"logits_processors[{index}] ({name}) {reason}", field="logits_processors"
+        )
+
+
+def _what_is_wrong(result: object, shape: torch.Size) -> str:
+    if not isinstance(result, Tensor):
+        return f"must return a tensor of logits, got {type(result).__name__}"
+    if result.shape != shape:
+        return f"must return logits of shape {tuple(shape)}, got {tuple(result.shape)}"
+    if result.is_complex():
+        return f"must return real logits, got {result.dtype}"
+    return ""
 
 
 def _can_be_drawn(logits: Tensor) -> bool:

@@ -78,7 +78,7 @@ class Sampler:
     ) -> None:
         """Masks and bias, then each row's own callables, then penalties."""
         if edits is not None:
-            process_logits(self.namespace, logits, *edits[:4], *NOTHING)
+            process_logits(self.namespace, logits, *(*edits[:4], *NOTHING))
         for i, row in enumerate(rows):
             processors = self.rows.user.get(row)
             if processors is not None and i not in errors:
@@ -87,7 +87,7 @@ class Sampler:
                 except RequestError as error:
                     errors[i] = error.with_traceback(None)
         if edits is not None:
-            process_logits(self.namespace, logits, *NOTHING, *edits[4:])
+            process_logits(self.namespace, logits, *(*NOTHING, *edits[4:]))
 
     def _draw(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> Tensor:
         counter = np.zeros((len(rows), 2), np.int32)  # sample index, output position

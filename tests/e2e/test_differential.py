@@ -215,12 +215,19 @@ def test_no_setting_changes_anything_on_the_demo_model(demo_safetensors: Path, d
             kv_cache_memory_bytes=num_blocks * bytes_per_block,
             **fields,
         ) as llm:
-            for part in ([order] if fields else [[i] for i in order]):
+            for part in [order] if fields else [[i] for i in order]:
                 for i, output in zip(
-                    part, llm.generate([PROMPTS[i] for i in part], [PARAMS[i] for i in part], use_tqdm=False), strict=True
+                    part,
+                    llm.generate([PROMPTS[i] for i in part], [PARAMS[i] for i in part], use_tqdm=False),
+                    strict=True,
                 ):
                     completion = output.outputs[0]
-                    found[i] = (completion.text, completion.token_ids, completion.stop_reason, repr(completion.logprobs))
+                    found[i] = (
+                        completion.text,
+                        completion.token_ids,
+                        completion.stop_reason,
+                        repr(completion.logprobs),
+                    )
             return found, llm.stats.num_preemptions
 
     order = list(range(len(PROMPTS)))
