@@ -75,7 +75,7 @@ class Answer:
     stop_reason: str | int | None
     num_prompt_tokens: int
     cumulative_logprob: float | None
-    logprobs: bytes
+    logprobs: str  # of every position, floats as they are
 
 
 def pairwise_settings() -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def answers(llm: LLM, arrangement: str) -> list[Answer]:
             stop_reason=o.outputs[0].stop_reason,
             num_prompt_tokens=len(o.prompt_token_ids),
             cumulative_logprob=o.outputs[0].cumulative_logprob,
-            logprobs=repr(o.outputs[0].logprobs).encode(),
+            logprobs=repr(list(o.outputs[0].logprobs or ())),
         )
         for o in outputs
     ]
@@ -226,7 +226,7 @@ def test_no_setting_changes_anything_on_the_demo_model(demo_safetensors: Path, d
                         completion.text,
                         completion.token_ids,
                         completion.stop_reason,
-                        repr(completion.logprobs),
+                        repr(list(completion.logprobs or ())),
                     )
             return found, llm.stats.num_preemptions
 

@@ -1,7 +1,7 @@
 """Soak: 2,000 requests with random parameters through random pools, with aborts and interrupts, against solo runs.
 
-Twenty engines, a hundred requests each. Whatever comes of a round, nothing is left in the engine, what ended is what the
-request gives alone, what was cut short is the beginning of it, and the same requests then run whole.
+Twenty engines, a hundred requests each. Whatever comes of a round, nothing is left in the engine, what ended is what
+its request gives alone, what was cut short is the beginning of it, and the same requests then run whole.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def assert_begins_like(found: Answer, whole: Answer) -> None:
 
 
 def interrupt(llm: LLM, prompts: list[Any], params: list[SamplingParams], step: int) -> Any:
-    """The outputs that a KeyboardInterrupt in this step's computing gives back; all of them if there are fewer steps."""
+    """The outputs that a KeyboardInterrupt in this step gives back; all of them if there are fewer steps."""
     original, count = ModelRunner.forward, 0
 
     def interrupted(self: ModelRunner, batch: Any) -> Any:
