@@ -69,6 +69,7 @@ class RequestBuilder:
         self.chat_template = chat_template
         self.notices = notices
         self._token_texts: dict[int, str] = {}
+        self._special_texts: dict[int, str] | None = None
         self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
@@ -200,16 +201,22 @@ class RequestBuilder:
         """Special tokens whose text is a stop string, where skip_special_tokens keeps it out of the text."""
         if not params.stops or not params.skip_special_tokens:
             return {}
-        return {i: text for i in self.tokenizer.special_token_ids if (text := self.token_text(i)) in params.stops}
+        return {token_id: text for token_id, text in self._specials().items() if text in params.stops}
+
+    def _specials(self) -> dict[int, str]:
+        """Special tokens as they read where they are shown."""
+        if self._special_texts is None:
+            self._special_texts = {i: self.token_text(i) for i in sorted(self.tokenizer.special_token_ids)}
+        return self._special_texts
 
     def _tell_of_hidden_stops(self, params: SamplingParams) -> None:
         """A stop string that has a special token's text inside can never be found where such text is left out."""
         if not params.stops or not params.skip_special_tokens:
             return
-        specials = [text for i in sorted(self.tokenizer.special_token_ids) if (text := self.token_text(i))]
+        specials = self._specials().values()
         for stop in params.stops:
-            inside = [text for text in specials if text in stop and text != stop]
-            if inside and stop not in specials:
+            inside = [text for text in specials if text and text in stop]
+            if inside and stop not in inside:
                 self.notices.tell(
                     f"stop={stop!r} holds the special token {inside[0]!r}, which skip_special_tokens=True leaves out "
                     "of the text: pass skip_special_tokens=False, or the token alone"
