@@ -66,8 +66,8 @@ class Runtime:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a token depends on nothing but its request. The readable twins use torch's products: they do not."""
-        return self.kernels.path is not None
+        """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation)."""
+        return self.kernels.namespace == "pagedllm"
 
     def close(self) -> None:
         self.runner.close()
