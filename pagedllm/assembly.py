@@ -48,7 +48,9 @@ def assemble(config: EngineConfig) -> Assembly:
     from pagedllm.runtime.startup import start
     from pagedllm.tokenizer import Tokenizer
 
-    checkpoint = open_checkpoint(config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype))
+    checkpoint = open_checkpoint(
+        config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype, config.kernels)
+    )
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
         loading = thread.submit(Tokenizer.from_folder, config.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)

@@ -36,7 +36,8 @@ class LLM:
 
     model: a folder (config.json, safetensors, tokenizer) or a GGUF file.
     tokenizer: another folder for the tokenizer. chat_template: a template's text instead of the model's own.
-    dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference".
+    dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference";
+    "simt" runs CUDA's kernels on an emulator, for tests, in bfloat16 or float16.
     max_model_len: longest prompt + output; default: the model's, lowered to what the KV cache holds.
     gpu_memory_utilization: share of the free memory the KV cache may take; kv_cache_memory_bytes: its size instead.
     max_num_seqs, max_num_batched_tokens: requests and new tokens per step.

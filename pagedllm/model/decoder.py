@@ -18,7 +18,7 @@ from pagedllm.model.buffers import DecoderBuffers, StepRows
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.host_memory import HostMemory
 from pagedllm.model.layers import DecoderLayer
-from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightSlot
+from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightFormat, WeightSlot
 from pagedllm.model.norm import NormWeight
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
@@ -38,9 +38,8 @@ def vocabulary_shape(config: ModelConfig) -> LinearShape:
     return LinearShape(config.hidden_size, (config.vocab_size,))
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
     """What the weights take in memory, known before anything is loaded."""
-    weight_format = PackedFormat(dtype)
     num_vocabularies = 1 if config.is_tied else 2
     return (
         num_vocabularies * Linear.num_bytes(vocabulary_shape(config), weight_format)
@@ -50,13 +49,20 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: AttentionBackend, namespace: str) -> None:
-        """All weights are zero until `slots` are loaded. dtype: torch.bfloat16 or torch.float32."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        namespace: str,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        """All weights are zero until `slots` are loaded. weight_format: default PackedFormat, for the CPU's kernels."""
         self.config = config
         self.dtype = dtype
         self.namespace = namespace
-        weight_format = PackedFormat(dtype)
-        self.memory = HostMemory(weight_bytes(config, dtype))
+        weight_format = weight_format or PackedFormat(dtype)
+        self.memory = HostMemory(weight_bytes(config, weight_format))
         self.head = Linear(vocabulary_shape(config), weight_format, self.memory)
         self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self.memory)
         # transformers multiplies by the factor in the weights' type: sqrt(640) is 25.25 in bfloat16
