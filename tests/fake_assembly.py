@@ -164,4 +164,5 @@ def fake_assemble(
         num_blocks=num_blocks,
         block_size=config.block_size,
         bytes_per_block=1024,
+        numerics={"dtype": "none", "kernels": "fake"},
     )
