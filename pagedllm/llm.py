@@ -42,6 +42,8 @@ class LLM:
     gpu_memory_utilization: share of the free memory the KV cache may take; kv_cache_memory_bytes: its size instead.
     max_num_seqs, max_num_batched_tokens: requests and new tokens per step.
     num_threads: default: all that this process may use.
+    scheduling_policy: "offline" orders a call by its prefixes and its expected lengths and runs equal requests once;
+        "fcfs" runs in the order given; "priority" by `generate(..., priority=)`. The outputs are the same.
     seed: of all requests that have none of their own. generation_config: "auto", or "none" to ignore the model's file.
 
     Raises ValueError, TypeError or NotSupportedError for what was asked, ModelError for the model's files, LibraryError
@@ -64,7 +66,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
-        scheduling_policy: SchedulingPolicy = "fcfs",
+        scheduling_policy: SchedulingPolicy = "offline",
         deterministic: bool | None = None,
         num_threads: int | None = None,
         seed: int = 0,

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
+from pagedllm.engine.offline_plan import plan_order
 from pagedllm.jobs.journal import CUT, ERROR, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 from pagedllm.jobs.report import JobReport
@@ -32,8 +34,6 @@ MAX_ROWS = 2_000_000
 MAX_TOKENS = 32_000_000
 MAX_KNOWN_PARAMS = 4096
 NO_PLACE = -1  # of a row whose text gives nothing to the result
-
-PlanOrder = Callable[["Window"], "list[int]"]
 
 
 @dataclass(slots=True)
@@ -88,7 +88,6 @@ class PlannedWork:
         finish: Callable[[list[Finished]], None],
         *,
         retries_failed: bool,
-        plan_order: PlanOrder,
         note_failed: Callable[[int], None],
         tell_scanned: Callable[[RowTable, Window], None],
     ) -> None:
@@ -102,10 +101,10 @@ class PlannedWork:
         self._report = report
         self._finish = finish
         self._retries_failed = retries_failed
-        self._plan_order = plan_order
         self._note_failed = note_failed
         self._tell_scanned = tell_scanned
         self._max_in_flight = SEQS_AHEAD * assembly.max_num_seqs
+        self._num_built = 0
         self._requests = self._build_requests()
         self._in_flight: dict[int, tuple[bytes, int]] = {}  # by row: id, num_rows
         self._known_params: dict[int, None] = {}
@@ -137,16 +136,26 @@ class PlannedWork:
     def _build_requests(self) -> Iterator[Request]:
         while True:
             window, is_last = self._scan()
-            for position in self._plan_order(window):
+            for position in self._order(window):
                 begin, end = window.ends[position], window.ends[position + 1]
                 params = window.params[position]
                 if params is None:
                     params = self._reader.params_of(self._source_lines.line_at(window.places[position]))
                 row, name = window.rows[position], _id_at(window.ids, position)
                 self._in_flight[row] = name, window.num_rows[position]
-                yield self._reader.build(row, window.token_ids[begin:end].tolist(), params, name)
+                request = self._reader.build(row, window.token_ids[begin:end].tolist(), params, name)
+                request.rank = self._num_built
+                self._num_built += 1
+                yield request
             if is_last:
                 return
+
+    def _order(self, window: Window) -> Sequence[int]:
+        if not self._assembly.engine.scheduler.policy.plans_ahead:
+            return range(len(window))
+        ids, size = memoryview(window.token_ids).cast("B"), window.token_ids.itemsize
+        prompts = [bytes(ids[size * begin : size * end]) for begin, end in pairwise(window.ends)]
+        return plan_order(prompts, window.max_output_tokens, size * self._assembly.block_size)
 
     def _scan(self) -> tuple[Window, bool]:
         """Reads a window's rows; True if they are the last."""

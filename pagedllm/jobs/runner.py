@@ -198,7 +198,6 @@ class Job:
             self.report,
             finish,
             retries_failed=self._options.retry == "failed",
-            plan_order=lambda window: list(range(len(window))),
             note_failed=self._check_failures,
             tell_scanned=tell_scanned,
         )

@@ -42,7 +42,7 @@ class Source:
         self._limit = limit
         self._shard = shard
         self._exit = contextlib.ExitStack()
-        self._first = None if input == "-" else self._exit.enter_context(open(self.paths[0], "rb"))
+        self._first = None if input == "-" else self._exit.enter_context(open(self.paths[0], "rb"))  # noqa: SIM115
         self._bases: list[int] = []  # place of the first byte of each file read so far
         self._open: tuple[int, BinaryIO] | None = None  # number of the file that `line_at` has open
         self._spool: BinaryIO | None = None

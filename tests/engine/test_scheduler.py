@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pagedllm.cache.kv_cache_manager import KVCacheManager
-from pagedllm.engine.policy import FCFSPolicy, Policy, PriorityPolicy, make_policy
+from pagedllm.engine.policy import FCFSPolicy, OfflinePolicy, Policy, PriorityPolicy, make_policy
 from pagedllm.engine.scheduler import Scheduler
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
-from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.errors import RequestError
 from pagedllm.request import Request, RequestStatus, TokenLogprobs
 from pagedllm.sampling_params import SamplingParams
 from tests.engine.fakes import assert_manager_conserved, make_request
@@ -468,8 +468,7 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 def test_policies_by_name() -> None:
     assert isinstance(make_policy("fcfs"), FCFSPolicy)
     assert isinstance(make_policy("priority"), PriorityPolicy)
-    with pytest.raises(NotSupportedError, match="'offline' is not supported yet"):
-        make_policy("offline")
+    assert isinstance(make_policy("offline"), OfflinePolicy)
     with pytest.raises(ValueError, match=r"scheduling_policy must be .* got 'lifo'"):
         make_policy("lifo")  # type: ignore[arg-type]
 
