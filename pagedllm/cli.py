@@ -145,7 +145,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -> int:
     """Loads the model and runs the job; returns the exit code."""
-    from pagedllm.jobs.files import JobRefused
+    from pagedllm.jobs.formats import JobRefused
     from pagedllm.jobs.progress import JobProgress, summary
     from pagedllm.jobs.runner import TooManyFailures
     from pagedllm.llm import LLM

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pagedllm.errors import PagedLLMError
-from pagedllm.jobs.formats import result_line
+from pagedllm.jobs.formats import JobRefused, result_line
 from pagedllm.jobs.journal import Journal, read_manifest, sync_folder, write_manifest
+from pagedllm.jobs.openai import OpenAILines
 from pagedllm.jobs.planned import NO_PLACE, RowTable
 from pagedllm.jobs.source import Source
 
@@ -29,10 +30,6 @@ IfExists = Literal["resume", "overwrite", "fail"]
 Retry = Literal["failed", "cut"]
 Order = Literal["input", "completion"]
 CHUNK_ROWS = 4096
-
-
-class JobRefused(PagedLLMError, ValueError):
-    """The files there belong to another job; nothing was touched."""
 
 
 class JobFiles:
@@ -76,13 +73,16 @@ class JobFiles:
         self.manifest = {"state": state, "job": dict(job), **values}
         write_manifest(self.manifest_path, self.manifest)
 
-    def commit(self, source: Source, table: RowTable, order: Order) -> None:
-        """Makes OUT: the rows of the table, each with the journal's columns. All of them must be in the journal."""
+    def commit(self, source: Source, table: RowTable, order: Order, lines: OpenAILines | None) -> None:
+        """Makes OUT: the rows of the table, each with the journal's columns. All of them must be in the journal.
+
+        lines: the form of the results, where they are no plain rows.
+        """
         assert self._journal is not None
         self._journal.sync()
         try:
             with open(self._new, "wb", buffering=1 << 20) as stream:
-                for line in _result_lines(source, table, self._journal, order):
+                for line in _result_lines(source, table, self._journal, order, lines):
                     stream.write(line)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -108,7 +108,9 @@ class JobFiles:
         self._journal = None
 
 
-def _result_lines(source: Source, table: RowTable, journal: Journal, order: Order) -> Iterator[bytes]:
+def _result_lines(
+    source: Source, table: RowTable, journal: Journal, order: Order, form: OpenAILines | None
+) -> Iterator[bytes]:
     journal.index()
     ids = table.all_ids()
     places = range(0, len(ids), CHUNK_ROWS)
@@ -122,8 +124,11 @@ def _result_lines(source: Source, table: RowTable, journal: Journal, order: Orde
             assert line >= 0, f"row {table.rows[position]} has no result"
             place = table.places[position]
             raw = None if place == NO_PLACE else source.line_at(place).decode()
-            columns = f'{journal.columns_at(line).decode()}, "row": {table.rows[position]}'
-            yield result_line(raw, columns)
+            columns = journal.columns_at(line).decode()
+            if form is None:
+                yield result_line(raw, f'{columns}, "row": {table.rows[position]}')
+            else:
+                yield form.render(raw, json.loads(f"{{{columns}}}"), bytes(ids[position]).hex())
 
 
 def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], may_grow: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
-from pagedllm.errors import RequestError
+from pagedllm.errors import PagedLLMError, RequestError
 from pagedllm.outputs import RESULT_COLUMNS
 from pagedllm.prompts import Prompt, brief, check_conversation
 
@@ -31,6 +31,11 @@ class Row:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     raw: str | None = None
     clash: str | None = None  # a field that has the name of a result column
+    identity: bytes | None = None  # what its key is made of, where that is not prompt and params
+
+
+class JobRefused(PagedLLMError, ValueError):
+    """The files there belong to another job, or the lines to more than one. No result was touched."""
 
 
 class LineError(ValueError):
@@ -57,14 +62,12 @@ def parse_row(line: bytes | None, index: int) -> Row:
     """The row of a line; what is wrong with it is its prompt's error."""
     raw: str | None = None
     try:
-        if line is None:
-            raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
-        values = _parse_object(line)
+        values = parse_object(line)
         clash = next((name for name in RESULT_COLUMNS if name in values), None)
         if clash is not None:
             text = f"the field {clash!r} has the name of a result column: rename it"
             return Row(index, Prompt(error=RequestError("invalid_json_line", text)), clash=clash)
-        raw = line.decode()
+        raw = (line or b"").decode()
         return Row(index, _parse_prompt(values), _parse_params(values), raw)
     except LineError as error:
         return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
@@ -83,7 +86,10 @@ def columns_text(columns: Mapping[str, Any]) -> str:
     return json.dumps(columns, ensure_ascii=False)[1:-1].translate(LINE_BREAKS)
 
 
-def _parse_object(line: bytes) -> dict[str, Any]:
+def parse_object(line: bytes | None) -> dict[str, Any]:
+    """Raises LineError for a line that is no JSON object; None is one that was too long."""
+    if line is None:
+        raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
     try:
         value = json.loads(
             line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float

@@ -8,6 +8,7 @@ MAX_ROWS rows or MAX_TOKENS tokens, whichever comes first; most files are one. O
 from __future__ import annotations
 
 import contextlib
+import json
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from pagedllm.jobs.journal import CUT, ERROR, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
-from pagedllm.jobs.source import Source
 from pagedllm.jobs.stream import SEQS_AHEAD
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -58,12 +58,11 @@ class Window:
     """Rows that are to be run."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
-    places: array[int] = field(default_factory=lambda: array("q"))
     ids: bytearray = field(default_factory=bytearray)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     ends: array[int] = field(default_factory=lambda: array("q", [0]))  # of row i: token_ids[ends[i] : ends[i + 1]]
     max_output_tokens: array[int] = field(default_factory=lambda: array("i"))
-    params: list[SamplingParams | None] = field(default_factory=list)  # None: read the row again
+    params: list[SamplingParams | str] = field(default_factory=list)  # the row's own as JSON, where they are many
     num_rows: list[int] = field(default_factory=list)  # how many rows of the input have this id
 
     def __len__(self) -> int:
@@ -82,7 +81,6 @@ class PlannedWork:
         self,
         assembly: Assembly,
         reader: RowReader,
-        source: Source,
         journal: Journal,
         report: JobReport,
         finish: Callable[[list[Finished]], None],
@@ -96,7 +94,6 @@ class PlannedWork:
         self.table = RowTable()
         self._assembly = assembly
         self._reader = reader
-        self._source_lines = source
         self._journal = journal
         self._report = report
         self._finish = finish
@@ -107,7 +104,7 @@ class PlannedWork:
         self._num_built = 0
         self._requests = self._build_requests()
         self._in_flight: dict[int, tuple[bytes, int]] = {}  # by row: id, num_rows
-        self._known_params: dict[int, None] = {}
+        self._known_params: dict[str, SamplingParams] = {}  # by the row's own as JSON
 
     def steps(self) -> Generator[None, None, None]:
         """Runs everything; yields after each step."""
@@ -139,8 +136,8 @@ class PlannedWork:
             for position in self._order(window):
                 begin, end = window.ends[position], window.ends[position + 1]
                 params = window.params[position]
-                if params is None:
-                    params = self._reader.params_of(self._source_lines.line_at(window.places[position]))
+                if isinstance(params, str):
+                    params = self._reader.params_from(params)
                 row, name = window.rows[position], _id_at(window.ids, position)
                 self._in_flight[row] = name, window.num_rows[position]
                 request = self._reader.build(row, window.token_ids[begin:end].tolist(), params, name)
@@ -182,12 +179,11 @@ class PlannedWork:
                 refused.append(Finished(ready.id, ready.refusal(), 1))
                 continue
             window.rows.append(ready.line.row)
-            window.places.append(ready.line.place)
             window.ids += ready.id
             window.token_ids.extend(ready.encoded.token_ids)
             window.ends.append(len(window.token_ids))
             window.max_output_tokens.append(self._reader.max_output_tokens(ready))
-            window.params.append(self._kept_params(ready.params))
+            window.params.append(self._kept_params(ready))
             window.num_rows.append(1)
         if refused:
             self._finish(refused)
@@ -217,13 +213,16 @@ class PlannedWork:
                 self._note_failed(ready.line.row)
         return is_done
 
-    def _kept_params(self, params: SamplingParams) -> SamplingParams | None:
-        """Only so many objects are kept; the others are made again from their rows."""
-        if id(params) not in self._known_params:
-            if len(self._known_params) >= MAX_KNOWN_PARAMS:
-                return None
-            self._known_params[id(params)] = None
-        return params
+    def _kept_params(self, ready: ReadyRow) -> SamplingParams | str:
+        """One object for equal params; beyond so many different ones, their text."""
+        assert ready.params is not None
+        own = ready.row.sampling_params
+        if not own:
+            return ready.params
+        text = json.dumps(own)
+        if text not in self._known_params and len(self._known_params) >= MAX_KNOWN_PARAMS:
+            return text
+        return self._known_params.setdefault(text, ready.params)
 
 
 def _without_equal_rows(window: Window) -> Window:
@@ -236,7 +235,6 @@ def _without_equal_rows(window: Window) -> Window:
     order = np.argsort(first)
     for position, num_rows in zip(first[order].tolist(), counts[order].tolist(), strict=True):
         kept.rows.append(window.rows[position])
-        kept.places.append(window.places[position])
         kept.ids += _id_at(window.ids, position)
         kept.token_ids.extend(window.token_ids[window.ends[position] : window.ends[position + 1]])
         kept.ends.append(len(kept.token_ids))

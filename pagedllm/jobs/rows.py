@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pagedllm.assembly import Assembly
 from pagedllm.errors import NotSupportedError, RequestError
-from pagedllm.jobs.formats import Row, parse_row
+from pagedllm.jobs.formats import Row
 from pagedllm.jobs.keys import EqualRows, hashed, row_id, row_key
 from pagedllm.jobs.source import Line
 from pagedllm.outputs import RequestOutput
@@ -37,11 +38,19 @@ class ReadyRow:
 
 
 class RowReader:
-    """seed: the job's; defaults: sampling fields where a row says nothing."""
+    """parse: of a line and its row's index; seed: the job's; defaults: sampling fields where a row says nothing."""
 
-    def __init__(self, assembly: Assembly, lines: Iterator[Line], seed: int, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        lines: Iterator[Line],
+        parse: Callable[[bytes | None, int], Row],
+        seed: int,
+        defaults: Mapping[str, Any],
+    ) -> None:
         self._builder = assembly.builder
         self._lines = lines
+        self._parse = parse
         self._seed = seed
         self.defaults = defaults
         self._plain_params = SamplingParams.from_json({}, defaults)  # of rows that bring none
@@ -53,13 +62,13 @@ class RowReader:
 
     def prepare(self, lines: Iterable[Line]) -> list[ReadyRow]:
         """Equal rows are numbered in the order they come here."""
-        pairs = [(line, parse_row(line.text, line.row)) for line in lines]
+        pairs = [(line, self._parse(line.text, line.row)) for line in lines]
         encoded = self._builder.encode([row.prompt for _, row in pairs], ChatOptions())
         return [self._prepare(line, row, prompt) for (line, row), prompt in zip(pairs, encoded, strict=True)]
 
-    def params_of(self, line: bytes) -> SamplingParams:
-        """Of a line that was read before and could run."""
-        return self._params(parse_row(line, 0))
+    def params_from(self, sampling_params: str) -> SamplingParams:
+        """Of a row that could run, from its own params as JSON."""
+        return SamplingParams.from_json(json.loads(sampling_params), self.defaults)
 
     def max_output_tokens(self, ready: ReadyRow) -> int:
         assert ready.params is not None
@@ -81,7 +90,7 @@ class RowReader:
         except RequestError as error:
             name = hashed(line.text or b"", f"{error.code}: {error.message}".encode())
             return ReadyRow(line, row, encoded, name, error=error)
-        key = row_key(encoded.token_ids, row.sampling_params)
+        key = row.identity or row_key(encoded.token_ids, row.sampling_params)
         draws_by_job = not params.is_greedy and params.seed in (None, -1)
         name = row_id(key, self._equal_rows.number(key) if draws_by_job else None)
         return ReadyRow(line, row, encoded, name, params)

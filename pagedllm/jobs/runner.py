@@ -25,6 +25,7 @@ from pagedllm.fingerprint import model_digest
 from pagedllm.jobs.files import IfExists, JobFiles, Order, Retry, StreamFile, is_stream
 from pagedllm.jobs.formats import columns_text, parse_row, result_line
 from pagedllm.jobs.journal import Journal
+from pagedllm.jobs.openai import OpenAILines, is_openai_line
 from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import RowReader
@@ -80,12 +81,18 @@ class Job:
     """Rows in, lines out. Made by `open_job`, which closes the files."""
 
     def __init__(
-        self, source: Source | None, lines: Iterator[Line], output: JobFiles | StreamFile, options: JobOptions
+        self,
+        source: Source | None,
+        lines: Iterator[Line],
+        output: JobFiles | StreamFile,
+        options: JobOptions,
+        openai: OpenAILines | None = None,
     ) -> None:
         self._source = source  # None: nothing to do
         self._lines = lines
         self._output = output
         self._options = options
+        self._openai = openai  # None: plain rows
         self._journal: Journal | None = None
         self._num_first_failed = 0
         self._num_rows: int | None = None  # of the whole job, where it is known
@@ -129,7 +136,8 @@ class Job:
             self.count_rows()
         assembly.defaults.params()  # a wrong generation_config.json is not every row's error
         defaults = {**assembly.defaults.values, **self._options.sampling_params}
-        reader = RowReader(assembly, self._lines, config.seed, defaults)
+        parse = parse_row if self._openai is None else self._openai.parse
+        reader = RowReader(assembly, self._lines, parse, config.seed, defaults)
         given = self._options.sampling_params
         assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
         report = self.report
@@ -146,6 +154,7 @@ class Job:
             self._run_stream(assembly, reader, self._output, note_step)
         else:
             self._run_file(assembly, reader, self._output, job_of(assembly, config, defaults), note_step)
+        self._tell_of_lines(assembly, config)
         return report
 
     def _run_stream(
@@ -154,11 +163,15 @@ class Job:
         work = StreamWork(assembly, reader, is_ordered=self._options.order == "input")
         with contextlib.closing(work.steps()) as steps:
             for finished in steps:
-                for row, result in finished:
-                    output.write(result_line(row.raw, columns_text(result_columns(result))))
+                for ready, result in finished:
+                    columns = result_columns(result)
+                    if self._openai is None:
+                        output.write(result_line(ready.row.raw, columns_text(columns)))
+                    else:
+                        output.write(self._openai.render(ready.row.raw, columns, ready.id.hex()))
                     self.report.count(result)
                     if result.error is not None:
-                        self._check_failures(row.index)
+                        self._check_failures(ready.row.index)
                 note_step()
 
     def _run_file(
@@ -173,8 +186,14 @@ class Job:
         was_finished = files.is_finished
         journal = self._journal = files.begin(job, may_grow=self._options.retry == "cut")
         if was_finished:
+            if self._openai is not None:
+                text = "a finished OpenAI batch whose input or settings changed is not continued yet"
+                raise NotSupportedError(f"{text}: pass another output, or if_exists='overwrite'")
             self._recover(assembly, files.final, journal, reader)
-        files.note(job, "running", pagedllm=pagedllm.__version__)
+        if self._openai is not None and files.manifest is not None:
+            self._openai.created = files.manifest.get("created", self._openai.created)
+        created = self._openai.created if self._openai is not None else int(time.time())
+        files.note(job, "running", pagedllm=pagedllm.__version__, created=created)
         num_before = journal.num_lines
         if journal.num_damaged:
             assembly.notices.tell(f"{files.partial}: {journal.num_damaged:,} damaged lines are left out")
@@ -193,7 +212,6 @@ class Job:
         work = PlannedWork(
             assembly,
             reader,
-            self._source,
             journal,
             self.report,
             finish,
@@ -204,12 +222,13 @@ class Job:
         with contextlib.closing(work.steps()) as steps:
             for _ in steps:
                 note_step()
-        files.commit(self._source, work.table, self._options.order)
+        files.commit(self._source, work.table, self._options.order, self._openai)
         report = self.report
         files.note(
             job,
             "finished",
             pagedllm=pagedllm.__version__,
+            created=created,
             given=dict(self._options.sampling_params),
             input=self._source.digest,
             order=self._options.order,
@@ -229,7 +248,7 @@ class Job:
                 values = json.loads(line.text or b"null")
                 places.append((values["row"], line.place))
             places.sort()
-            naming = RowReader(assembly, iter(()), 0, reader.defaults)
+            naming = RowReader(assembly, iter(()), parse_row, 0, reader.defaults)
             for begin in range(0, len(places), RECOVERY_ROWS):
                 results, lines = [], []
                 for row, place in places[begin : begin + RECOVERY_ROWS]:
@@ -243,6 +262,15 @@ class Job:
                         if ready.params is not None
                     ]
                 )
+
+    def _tell_of_lines(self, assembly: Assembly, config: EngineConfig) -> None:
+        """Notices of what OpenAI lines asked for and did not get."""
+        if self._openai is None:
+            return
+        if self._openai.model is not None and self._openai.model not in (config.model, Path(config.model).name):
+            assembly.notices.tell(f"the lines ask for model {self._openai.model!r}: {config.model} answered")
+        if self._openai.ignored:
+            assembly.notices.tell(f"fields of the lines that change no answer here: {', '.join(self._openai.ignored)}")
 
     def _check_failures(self, index: int) -> None:
         """Called for every row that failed. Raises TooManyFailures."""
@@ -311,10 +339,11 @@ def open_job(
         stack.callback(source.close)
         lines = source.lines()
         first = next(lines, None)
-        clash = parse_row(first.text, 0).clash if first is not None else None
+        openai = OpenAILines(int(time.time())) if first is not None and is_openai_line(first.text) else None
+        clash = parse_row(first.text, 0).clash if first is not None and openai is None else None
         if clash is not None:
             raise ValueError(f"{input}: the field {clash!r} has the name of a result column: rename it")
-        yield Job(source, _chained(first, lines), files, options)
+        yield Job(source, _chained(first, lines), files, options, openai)
 
 
 def job_of(assembly: Assembly, config: EngineConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class StreamWork:
         self._order: dict[int, None] = {}  # row indices that were read and not yielded, in input order
         self._held_bytes = 0
 
-    def steps(self) -> Generator[list[tuple[Row, RequestOutput]], None, None]:
+    def steps(self) -> Generator[list[tuple[ReadyRow, RequestOutput]], None, None]:
         """After each step the rows that come next and are finished, perhaps none."""
         token_text = self._assembly.builder.token_text
         with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
@@ -61,15 +61,15 @@ class StreamWork:
                 requests.append(self._reader.build(index, row.encoded.token_ids, row.params, row.id))
         return requests
 
-    def _ready(self) -> list[tuple[Row, RequestOutput]]:
+    def _ready(self) -> list[tuple[ReadyRow, RequestOutput]]:
         ready = []
         for index in tuple(self._order if self._is_ordered else self._finished):
             output = self._finished.pop(index, None)
             if output is None:
                 break
-            row = self._read.pop(index).row
+            row = self._read.pop(index)
             del self._order[index]
-            self._held_bytes -= _num_bytes(row, output)
+            self._held_bytes -= _num_bytes(row.row, output)
             ready.append((row, output))
         return ready
 

@@ -8,7 +8,8 @@ import resource
 
 import pytest
 
-from pagedllm.jobs.files import JobFiles, JobRefused, StreamFile, is_stream
+from pagedllm.jobs.files import JobFiles, StreamFile, is_stream
+from pagedllm.jobs.formats import JobRefused
 from pagedllm.jobs.journal import Journal, write_manifest
 
 JOB = {"model": "m", "sampling": {"max_tokens": 4}}

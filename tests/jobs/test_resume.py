@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pagedllm import LLM
-from pagedllm.jobs.files import JobRefused
+from pagedllm.jobs.formats import JobRefused
 from pagedllm.jobs.runner import TooManyFailures
 from tests.fake_assembly import fake_assemble
 
