@@ -1,4 +1,4 @@
-"""The command line: `pagedllm run | doctor | bench | --version`.
+"""The command line: `pagedllm run | status | merge | doctor | bench | --version`.
 
 stdout carries results only; notices, progress and summary go to stderr. Exit codes: 0 done, 1 could not run or finish,
 2 refused before any work, 3 rows failed, 130 and 143 interrupted. Arguments and files are checked before torch is
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagedllm", description="Offline batch inference of language models.")
     parser.add_argument("--version", action="version", version=f"pagedllm {pagedllm.__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | doctor | bench")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | status | merge | doctor | bench")
     run = commands.add_parser(
         "run",
         help="run a file of prompts",
@@ -61,6 +61,13 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     flags.add_llm_flags(run)
     flags.add_sampling_flags(run)
     run.set_defaults(command=run_command, parser=run)
+    status = commands.add_parser("status", help="how far a job is")
+    status.add_argument("output", metavar="OUT")
+    status.set_defaults(command=status_command)
+    merge = commands.add_parser("merge", help="join the results of all shards of a job, in the order of its rows")
+    merge.add_argument("shards", nargs="+", metavar="SHARD")
+    merge.add_argument("-o", "--output", required=True, metavar="OUT")
+    merge.set_defaults(command=merge_command)
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.set_defaults(command=doctor_command, parser=doctor)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")
@@ -171,6 +178,27 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     if report.num_failed and args.quiet:
         complain(f"{report.num_failed:,} of {report.num_rows:,} rows failed; {report.first_error}", ROWS_FAILED)
     return DONE if job.allows_failures() else ROWS_FAILED
+
+
+def status_command(args: argparse.Namespace) -> int:
+    from pagedllm.jobs.tools import describe_job
+
+    try:
+        print(describe_job(args.output))
+    except (OSError, ValueError) as error:
+        return complain(error, REFUSED)
+    return DONE
+
+
+def merge_command(args: argparse.Namespace) -> int:
+    from pagedllm.jobs.tools import merge_shards
+
+    try:
+        num_rows = merge_shards(args.shards, args.output)
+    except (OSError, ValueError) as error:
+        return complain(error, REFUSED)
+    print(f"pagedllm: {num_rows:,} rows in {args.output}", file=sys.stderr)
+    return DONE
 
 
 def doctor_command(args: argparse.Namespace) -> int:

@@ -127,6 +127,8 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--shard", "3"], "argument --shard: invalid I/N value: '3'"),
         (["--max-failed", "200%"], "max_failed must be None, an int >= 0 or a share"),
         (["--max-failed", "x"], "argument --max-failed: invalid N or P% value: 'x'"),
+        (["-i", "x.parquet"], "'x.parquet': only JSON lines (.jsonl, .jsonl.gz) are supported yet"),
+        (["-o", "x.jsonl.gz"], "a compressed output is not supported yet"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
 )
@@ -235,7 +237,7 @@ def test_flags_may_have_underscores_and_switches_a_no(files):
 
 
 def test_help_of_every_command_is_printed(capsys):
-    for command in ([], ["run"], ["doctor"], ["bench"], ["bench", "throughput"]):
+    for command in ([], ["run"], ["status"], ["merge"], ["doctor"], ["bench"], ["bench", "throughput"]):
         assert run(*command, "--help") == 0
         assert capsys.readouterr().out.startswith("usage: pagedllm")
 

@@ -36,6 +36,7 @@ from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
 RECOVERY_ROWS = 1024
+TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".arrow", ".xlsx")
 OnProgress = Callable[[JobReport], None]
 
 
@@ -311,6 +312,13 @@ def open_job(
     if SamplingParams.from_json(options.sampling_params).logprobs is not None:
         raise NotSupportedError("logprobs in files are not supported yet: leave it out")
     input, output = os.fspath(input), os.fspath(output)
+    for path in (input, output):
+        if path.lower().endswith(TABLE_SUFFIXES):
+            raise NotSupportedError(
+                f"{path!r}: only JSON lines (.jsonl, .jsonl.gz) are supported yet: convert the file"
+            )
+    if output.lower().endswith(".gz"):
+        raise NotSupportedError(f"{output!r}: a compressed output is not supported yet: leave .gz out")
     with contextlib.ExitStack() as stack:
         files: JobFiles | StreamFile
         spool_folder = None
