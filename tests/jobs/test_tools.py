@@ -59,7 +59,7 @@ def test_status(tmp_path, shards):
 
     output = str(tmp_path / "out")
     (tmp_path / "in").write_text('{\n{"prompt": "a"}\n' + '{"prompt": "b", "sampling_params": {"max_tokens": 9}}')
-    with LLM("fake") as llm, pytest.raises(KeyboardInterrupt), open_job(tmp_path / "in", output) as job:
-        job._options.sampling_params["max_tokens"] = 2
-        llm.run_job(job, stop)
+    with LLM("fake") as llm, open_job(tmp_path / "in", output, sampling_params={"max_tokens": 2}) as job:
+        with pytest.raises(KeyboardInterrupt):
+            llm.run_job(job, stop)
     assert describe_job(output) == f"{output}: not finished, 2 results, 1 of them failed"
