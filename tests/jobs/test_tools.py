@@ -59,7 +59,11 @@ def test_status(tmp_path, shards):
 
     output = str(tmp_path / "out")
     (tmp_path / "in").write_text('{\n{"prompt": "a"}\n' + '{"prompt": "b", "sampling_params": {"max_tokens": 9}}')
-    with LLM("fake") as llm, open_job(tmp_path / "in", output, sampling_params={"max_tokens": 2}) as job:
-        with pytest.raises(KeyboardInterrupt):
-            llm.run_job(job, stop)
+    params = {"max_tokens": 2}
+    with (
+        LLM("fake") as llm,
+        open_job(tmp_path / "in", output, sampling_params=params) as job,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        llm.run_job(job, stop)
     assert describe_job(output) == f"{output}: not finished, 2 results, 1 of them failed"
