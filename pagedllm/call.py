@@ -84,7 +84,8 @@ class Call:
         raise RequestError(first.code, text, index=first.index, field=first.field)
 
     def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
-        """Runs all requests to their end. KeyboardInterrupt is raised again, with `.outputs` and how to reach them."""
+        """Runs all requests to their end. An exception is raised again with `.outputs`, finished ones whole, others
+        partial; KeyboardInterrupt also says how to reach them."""
         waiting: list[Request] | None = [
             request for index, request in self._requests.items() if index not in self._duplicate_of
         ]
@@ -112,14 +113,15 @@ class Call:
                         num_output_tokens += request.num_output_tokens
                         num_cut += num_equal if request.finish_reason == "length" else 0
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
-        except KeyboardInterrupt as interrupt:
+        except BaseException as error:
             outputs = self.outputs()
-            num_finished = sum(output.finished for output in outputs)
-            interrupt.outputs = outputs  # type: ignore[attr-defined]
-            interrupt.args = (
-                f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
-                "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
-            )
+            error.outputs = outputs  # type: ignore[attr-defined]
+            if isinstance(error, KeyboardInterrupt):
+                num_finished = sum(output.finished for output in outputs)
+                error.args = (
+                    f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
+                    "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
+                )
             raise
         finally:
             bar.close()
@@ -149,7 +151,8 @@ class Call:
         keys: list[tuple[bytes, str] | None] = []
         for request in self._requests.values():
             params = request.sampling_params
-            if not params.is_greedy and params.seed in (None, -1):
+            draws_its_own = not params.is_greedy and params.seed in (None, -1)
+            if draws_its_own or params.logits_processors:  # a user's callable may keep a state
                 keys.append(None)
                 continue
             if id(params) not in names:
