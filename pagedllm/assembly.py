@@ -38,6 +38,7 @@ class Assembly:
     num_blocks: int
     block_size: int
     bytes_per_block: int
+    numerics: Mapping[str, str]  # what decides how results are rounded: dtype and kernel set
     info: Mapping[str, Any] = field(default_factory=dict)  # what LLM.info tells
 
 
@@ -109,6 +110,7 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
+        numerics={"dtype": str(runtime.dtype).removeprefix("torch."), "kernels": runtime.kernels.name},
         info=_info(config, runtime),
     )
 
