@@ -8,11 +8,45 @@ from typing import Any
 
 from pagedllm.errors import ModelError
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.families import gemma3, llama, qwen3
+from pagedllm.model.families import (
+    cohere,
+    falcon,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import ConfigReader
 
-FAMILIES = (gemma3.FAMILY, llama.FAMILY, qwen3.FAMILY)
+FAMILIES = (
+    cohere.FAMILY,
+    cohere.COHERE2,
+    falcon.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    granite.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mistral.MINISTRAL,
+    olmo2.FAMILY,
+    phi3.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    smollm3.FAMILY,
+    stablelm.FAMILY,
+)
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:

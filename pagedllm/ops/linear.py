@@ -26,7 +26,7 @@ GATED_HALF = PANEL // 2
 
 
 class Activation(enum.IntEnum):
-    """Epilogue of a gated product: out = act(gate) * up."""
+    """Of an MLP. As the epilogue of a gated product: out = act(gate) * up."""
 
     NONE = 0  # not gated
     SILU = 1
@@ -116,3 +116,9 @@ def gated_activation(out: Tensor, gate: Tensor, up: Tensor, activation: int) -> 
     For products that are not packed by us (a library's GEMM on CUDA); the packed product has it as an epilogue.
     """
     out.copy_(apply_activation(gate.float(), activation) * up.float())
+
+
+@operator("ungated_activation(Tensor(a!) out, Tensor x, int activation) -> ()")
+def ungated_activation(out: Tensor, x: Tensor, activation: int) -> None:
+    """out = act(x) in float32, rounded once: of MLPs without a gate. Both [num_rows, width]; `out` may be `x`."""
+    out.copy_(apply_activation(x.float(), activation))

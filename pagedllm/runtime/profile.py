@@ -55,7 +55,7 @@ def profile_step(
 
     def run_layer(index: int) -> None:
         layer = decoder.layers[index]
-        layer.attend(attention_rows, rows.normed, rope_rows, metadata, kv_cache.layers[index])
+        layer.attend(attention_rows, rows, rope_rows, metadata, kv_cache.layers[index])
         layer.finish(rows)
 
     seconds = _duration(run_head)

@@ -1,4 +1,4 @@
-"""embedding, gather_rows and gated_activation."""
+"""embedding, gather_rows and the activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from pagedllm.ops.library import load_kernels
-from pagedllm.ops.linear import Activation, apply_activation, embedding, gated_activation, gather_rows
+from pagedllm.ops.linear import (
+    Activation,
+    apply_activation,
+    embedding,
+    gated_activation,
+    gather_rows,
+    ungated_activation,
+)
 from tests.ops.test_linear import pack, randn
 
 NAMESPACE = load_kernels().namespace
@@ -60,12 +67,26 @@ def test_activation_of_extreme_values(activation: Activation) -> None:
     assert out[0, 6] == pytest.approx(5e-31, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU])
+def test_ungated_activation_in_place_is_the_gated_one_times_one(dtype: torch.dtype, activation: Activation) -> None:
+    x = torch.linspace(-30, 30, 20 * 501).reshape(20, 501).to(dtype)
+    expected = torch.empty_like(x)
+    gated_activation(NAMESPACE, expected, x, torch.ones_like(x), activation)
+    wide = torch.full((20, 512), torch.nan, dtype=dtype)
+    wide[:, :501] = x
+    ungated_activation(NAMESPACE, wide[:, :501], wide[:, :501], activation)
+    assert torch.equal(wide[:, :501], expected)
+    assert wide[:, 501:].isnan().all()
+
+
 def test_opcheck() -> None:
     x = randn(3, 8)
     ids = torch.tensor([0, 2], dtype=torch.int32)
     torch.library.opcheck(torch.ops.pagedllm.embedding.default, (torch.empty(2, 8), ids, pack(x), 1.0))
     torch.library.opcheck(torch.ops.pagedllm.gather_rows.default, (torch.empty(2, 8), x, ids))
     torch.library.opcheck(torch.ops.pagedllm.gated_activation.default, (torch.empty(3, 8), x, x, 1))
+    torch.library.opcheck(torch.ops.pagedllm.ungated_activation.default, (torch.empty(3, 8), x, 1))
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -80,3 +101,5 @@ def test_wrong_arguments_are_named() -> None:
         gated_activation(NAMESPACE, x.clone(), x, x, 0)
     with pytest.raises(RuntimeError, match=r"gated_activation: up must have shape \[3, 8\]"):
         gated_activation(NAMESPACE, x.clone(), x, x[:, :7], 1)
+    with pytest.raises(RuntimeError, match="ungated_activation: activation must be from 1 to 3, got 0"):
+        ungated_activation(NAMESPACE, x.clone(), x, 0)
