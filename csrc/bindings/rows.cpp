@@ -58,7 +58,7 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
   const int64_t num_rows = gate.rows().size(0), width = gate.size(1);
   out.type(gate.type()).shape({num_rows, width}).rows();
   up.type(gate.type()).shape({num_rows, width}).rows();
-  const Activation checked = check_activation(op, activation, Activation::kSilu);
+  const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kClampedSwish);
   dispatch(gate, [&](auto element) {
     using T = decltype(element);
     GatedActivationParams<T> params{};
@@ -81,7 +81,7 @@ void ungated_activation_op(const Tensor& out_tensor, const Tensor& x_tensor, int
   const Argument out(op, "out", out_tensor), x(op, "x", x_tensor);
   const int64_t num_rows = x.rows().size(0), width = x.size(1);
   out.type(x.type()).shape({num_rows, width}).rows();
-  const Activation checked = check_activation(op, activation, Activation::kSilu);
+  const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kGelu);
   dispatch(x, [&](auto element) {
     using T = decltype(element);
     UngatedActivationParams<T> params{};

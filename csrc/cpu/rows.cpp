@@ -47,8 +47,8 @@ void gated_activation(const GatedActivationParams<T>& p) {
       const T* up = p.up + row * p.up_stride;
       for (int64_t i = 0; i < p.width; i += 16) {
         const int64_t count = p.width - i;
-        const f32x16 activated = activate(load_partial(gate + i, count), p.activation);
-        store_partial(out + i, activated * load_partial(up + i, count), count);
+        const f32x16 value = activate_gated(load_partial(gate + i, count), load_partial(up + i, count), p.activation);
+        store_partial(out + i, value, count);
       }
     }
   });

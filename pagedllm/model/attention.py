@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pagedllm.model.buffers import AttentionRows
 from pagedllm.model.config import AttentionKind, ModelConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.norm import Norm, NormShape
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
@@ -40,7 +41,6 @@ class Attention:
         backend: AttentionBackend,
         namespace: str,
     ) -> None:
-        assert not kind.has_sinks  # comes with the first family that has them
         self.namespace = namespace
         self.backend = backend
         self.kind = kind
@@ -49,6 +49,7 @@ class Attention:
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         self.qkv = Linear(qkv_shape(config), weight_format, memory)
         self.norms = {name: Norm(shape, memory, namespace) for name, shape in qk_norm_shapes(config).items()}
+        self.sinks = memory.take((config.num_q_heads,), torch.float32) if kind.has_sinks else None
         self.is_normed_together = config.qk_norm == "projection"
         is_normed_by_head = config.qk_norm == "head"  # beside the rotation
         self.q_norm = self.norms["q_norm"].weight if is_normed_by_head else None
@@ -58,14 +59,17 @@ class Attention:
         self.rope_table: Tensor | None = None  # [rows, rotary_dim], of `rope_index`
 
     @staticmethod
-    def num_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
+    def num_bytes(config: ModelConfig, kind: AttentionKind, weight_format: WeightFormat) -> int:
         norms = sum(Norm.num_bytes(shape) for shape in qk_norm_shapes(config).values())
-        return Linear.num_bytes(qkv_shape(config), weight_format) + norms
+        sinks = aligned(config.num_q_heads * torch.float32.itemsize) if kind.has_sinks else 0
+        return Linear.num_bytes(qkv_shape(config), weight_format) + norms + sinks
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = self.qkv.slots("q", "k", "v")
         for name, norm in self.norms.items():
             slots |= norm.slots(name)
+        if self.sinks is not None:
+            slots["sinks.sinks"] = WeightSlot(tuple(self.sinks.shape), self.sinks.copy_)
         return slots
 
     def forward(
@@ -96,5 +100,5 @@ class Attention:
             self.is_interleaved,
         )
         self.backend.attend(
-            rows.out, rows.q, kv_cache, metadata, kind.kv_group, None, self.scale, kind.softcap, kind.window
+            rows.out, rows.q, kv_cache, metadata, kind.kv_group, self.sinks, self.scale, kind.softcap, kind.window
         )

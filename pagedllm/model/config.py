@@ -50,6 +50,19 @@ class AttentionKind:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     attention: AttentionKind
+    is_sparse: bool = False  # a mixture of experts in the MLP's place
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Of all sparse layers."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of an expert
+    is_normalized: bool  # the weights of a token's experts are made to add up to 1
+    shared_intermediate_size: int = 0  # Qwen 2: of an expert that all tokens pass, times a sigmoid; 0: none
+    has_router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     qk_norm: QKNormKind = "none"  # RMSNorm before rotation: of each head of q and k, or of all heads together
     has_gated_mlp: bool = True  # act(gate) * up, else act(up)
+    moe: MoeConfig | None = None
     norm_kind: NormKind = "rms"  # of the residual stream
     has_norm_bias: bool = False  # of kind "layer" only
     norm_weight_offset: float = 0.0  # Gemma: 1, added to every norm weight when it is loaded

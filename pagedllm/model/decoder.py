@@ -50,7 +50,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return (
         num_vocabularies * Linear.num_bytes(vocabulary_shape(config), weight_format)
         + (Linear.num_bytes(positions_shape(config), weight_format) if config.has_learned_positions else 0)
-        + config.num_layers * DecoderLayer.num_bytes(config, weight_format)
+        + sum(DecoderLayer.num_bytes(config, layer, weight_format) for layer in config.layers)
         + Norm.num_bytes(hidden_norm(config))
     )
 

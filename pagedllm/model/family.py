@@ -1,8 +1,8 @@
 """What a model family is: a translation of its config and of its tensors' names. Behaviour lives in ModelConfig.
 
-A family names each slot of the decoder (`Decoder.slots`) in its checkpoints' words; `*` stands for the layer, `.weight`
-and `.bias` are carried over. Slots of one name (q, k and v; gate and up) are parts of one stored tensor, in the
-decoder's order: one after the other, or by KV head:
+A family names each slot of the decoder (`Decoder.slots`) in its checkpoints' words; `*` stands for the layer and the
+expert, `.weight` and `.bias` are carried over. Slots of one name (q, k and v; gate and up) are parts of one stored
+tensor, in the decoder's order: one after the other, or by KV head:
 
     in order      q of all heads | k of all heads | v of all heads
     by KV head    q of its group | its k | its v  | q of the next group | ...
@@ -53,6 +53,8 @@ class Family:
     names_for: Callable[[ModelConfig], Mapping[str, str]] | None = None  # names that settings change
     optional_prefix: str = ""  # of names, missing from files that were saved without the head
     is_fused_by_kv_head: bool = False
+    # gpt-oss: tensors that hold all experts of a layer, by their names
+    stacked_slots: Callable[[Mapping[str, WeightSlot], ModelConfig], dict[str, WeightSlot]] | None = None
     has_transposed_weights: bool = False  # GPT-2: of the layers' products, [in_features, out_features]
 
     def of_checkpoint(self, config: ModelConfig, tensor_names: Collection[str]) -> Family:
@@ -66,14 +68,17 @@ class Family:
     def tensor_name(self, slot: str) -> str:
         """The checkpoint's name for a slot such as "layers.3.q.bias"."""
         module, _, kind = slot.rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", module)
-        if layer is None:
-            return f"{self.weight_names[module]}.{kind}"
-        name = self.weight_names[f"layers.*.{module[layer.end() :]}"]
-        return f"{name.replace('*', layer[1])}.{kind}"
+        name = self.weight_names[re.sub(r"\.\d+\.", ".*.", module)]
+        for number in re.findall(r"\.(\d+)\.", module):
+            name = name.replace("*", number, 1)
+        return f"{name}.{kind}"
 
-    def tensor_slots(self, slots: Mapping[str, WeightSlot], num_kv_heads: int) -> dict[str, WeightSlot]:
+    def tensor_slots(self, slots: Mapping[str, WeightSlot], config: ModelConfig) -> dict[str, WeightSlot]:
         """What each stored tensor fills, by its name."""
+        stacked = {}
+        if self.stacked_slots:
+            stacked = self.stacked_slots(slots, config)
+            slots = {name: slot for name, slot in slots.items() if ".experts." not in name}
         parts: dict[str, list[WeightSlot]] = {}
         is_transposed: dict[str, bool] = {}
         for slot_name, slot in slots.items():
@@ -82,10 +87,9 @@ class Family:
             is_transposed[name] = (
                 self.has_transposed_weights and slot_name.startswith("layers.") and len(slot.shape) == 2
             )
-        num_groups = num_kv_heads if self.is_fused_by_kv_head else 1
-        return {
-            name: joined_slot(slots_of_name, num_groups, is_transposed[name]) for name, slots_of_name in parts.items()
-        }
+        num_groups = config.num_kv_heads if self.is_fused_by_kv_head else 1
+        joined = {name: joined_slot(slots, num_groups, is_transposed[name]) for name, slots in parts.items()}
+        return joined | stacked
 
     def is_ignorable(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignorable)

@@ -21,6 +21,7 @@ from pagedllm.model.config import LayerConfig, ModelConfig
 from pagedllm.model.host_memory import HostMemory
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.mlp import MLP
+from pagedllm.model.moe import MoE
 from pagedllm.model.norm import Norm, hidden_norm
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
 
@@ -53,19 +54,27 @@ class DecoderLayer:
         self.is_parallel, self.has_post_norms = config.is_parallel, config.has_post_norms
         self.attention = Attention(config, layer_config.attention, weight_format, memory, backend, namespace)
         self.output = Linear(output_shape(config), weight_format, memory)
-        self.mlp = MLP(config, weight_format, memory, namespace)
+        self.mlp: MLP | MoE
+        if layer_config.is_sparse:
+            self.mlp = MoE(config, weight_format, memory, namespace)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, weight_format, memory, namespace)
         self.norms = {name: Norm(hidden_norm(config), memory, namespace) for name in norm_names(config)}
         self.attention_norm = self.norms.get("attention_norm")
         self.mlp_norm = self.norms.get("mlp_norm", self.attention_norm)
         self.next_norm: Norm | None = None  # the decoder sets the next layer's attention_norm, or its own
 
     @staticmethod
-    def num_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
+    def num_bytes(config: ModelConfig, layer_config: LayerConfig, weight_format: WeightFormat) -> int:
         """What the constructor takes of `memory`."""
+        if layer_config.is_sparse:
+            mlp_bytes = MoE.num_bytes(config, weight_format)
+        else:
+            mlp_bytes = MLP.num_bytes(config, config.intermediate_size, weight_format)
         return (
-            Attention.num_bytes(config, weight_format)
+            Attention.num_bytes(config, layer_config.attention, weight_format)
             + Linear.num_bytes(output_shape(config), weight_format)
-            + MLP.num_bytes(config, weight_format)
+            + mlp_bytes
             + len(norm_names(config)) * Norm.num_bytes(hidden_norm(config))
         )
 

@@ -83,7 +83,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, backend: AttentionBac
         )
     decoder = Decoder(config, dtype, backend, namespace)  # zeros, which take no memory yet
     family = family.of_checkpoint(config, checkpoint.names())
-    slots = family.tensor_slots(decoder.slots(), config.num_kv_heads)
+    slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)
     _check_tied_head(checkpoint, config, family)
     for name in checkpoint.names():  # in the order of the files

@@ -11,9 +11,9 @@ from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear, LinearShape, We
 from pagedllm.ops.linear import ungated_activation
 
 
-def mlp_shapes(config: ModelConfig) -> tuple[LinearShape, LinearShape]:
+def mlp_shapes(config: ModelConfig, intermediate_size: int) -> tuple[LinearShape, LinearShape]:
     """Of gate and up (up alone where there is no gate), and of down."""
-    hidden_size, intermediate_size, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+    hidden_size, has_bias = config.hidden_size, config.has_mlp_bias
     num_parts = 2 if config.has_gated_mlp else 1
     return (
         LinearShape(hidden_size, (intermediate_size,) * num_parts, is_gated=config.has_gated_mlp, has_bias=has_bias),
@@ -22,24 +22,35 @@ def mlp_shapes(config: ModelConfig) -> tuple[LinearShape, LinearShape]:
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, weight_format: WeightFormat, memory: HostMemory, namespace: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        intermediate_size: int,
+        weight_format: WeightFormat,
+        memory: HostMemory,
+        namespace: str,
+    ) -> None:
         self.namespace = namespace
         self.activation = config.activation
         self.is_gated = config.has_gated_mlp
-        self.up, self.down = (Linear(shape, weight_format, memory) for shape in mlp_shapes(config))
+        self.up, self.down = (Linear(shape, weight_format, memory) for shape in mlp_shapes(config, intermediate_size))
         self.gate = Epilogue(config.activation) if self.is_gated else NO_EPILOGUE
 
     @staticmethod
-    def num_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
+    def num_bytes(config: ModelConfig, intermediate_size: int, weight_format: WeightFormat) -> int:
         """What the constructor takes of `memory`."""
-        return sum(Linear.num_bytes(shape, weight_format) for shape in mlp_shapes(config))
+        return sum(Linear.num_bytes(shape, weight_format) for shape in mlp_shapes(config, intermediate_size))
 
     def slots(self) -> dict[str, WeightSlot]:
         return {**self.up.slots(*(("gate", "up") if self.is_gated else ("up",))), **self.down.slots("down")}
 
     def forward(self, rows: StepRows, x: Tensor, out: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> None:
-        """out = epilogue(mlp(x)), both [rows, H]; rows.intermediate is overwritten."""
-        self.up.apply(self.namespace, rows.intermediate, x, self.gate)
+        """out = epilogue(mlp(x)), both [T, H]; rows.intermediate is overwritten."""
+        self.run(rows.intermediate, x, out, epilogue)
+
+    def run(self, intermediate: Tensor, x: Tensor, out: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> None:
+        """out = epilogue(mlp(x)), both [M, H]; intermediate [M, I] is overwritten."""
+        self.up.apply(self.namespace, intermediate, x, self.gate)
         if not self.is_gated:
-            ungated_activation(self.namespace, rows.intermediate, rows.intermediate, self.activation)
-        self.down.apply(self.namespace, out, rows.intermediate, epilogue)
+            ungated_activation(self.namespace, intermediate, intermediate, self.activation)
+        self.down.apply(self.namespace, out, intermediate, epilogue)

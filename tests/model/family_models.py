@@ -42,6 +42,27 @@ GRANITE = {
     "logits_scaling": 8.0,
 }
 
+QWEN_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -129,6 +150,22 @@ CASES: dict[str, Case] = {
         FALCON,
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "gpt_oss": Case("GptOssForCausalLM", {**RMS, "head_dim": 48}, GPT_OSS),
+    "mixtral": Case("MixtralForCausalLM", RMS, {"num_local_experts": 5}),
+    "mixtral, window": Case("MixtralForCausalLM", RMS, {**WINDOW_8, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "qwen2_moe": Case("Qwen2MoeForCausalLM", RMS, QWEN2_MOE),
+    "qwen2_moe, some layers dense": Case(
+        "Qwen2MoeForCausalLM",
+        RMS,
+        {**QWEN2_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen3_moe": Case("Qwen3MoeForCausalLM", {**RMS, "head_dim": 48}, {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3_moe, some layers dense": Case(
+        "Qwen3MoeForCausalLM",
+        {**RMS, "head_dim": 32},
+        {**QWEN_MOE, **WINDOW_8, "use_sliding_window": True, "mlp_only_layers": [0, 3], "attention_bias": True},
+    ),
+    "olmoe": Case("OlmoeForCausalLM", RMS, {"num_experts": 6, "num_experts_per_tok": 2}),
     "falcon, sequential": Case(
         "FalconForCausalLM", FALCON, {"parallel_attn": False, "multi_query": False, "tie_word_embeddings": False}
     ),
@@ -156,6 +193,8 @@ def build_case(case: Case, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):
                 weight.copy_(0.3 * noise)
+            elif name.endswith("sinks"):
+                weight.copy_(noise)
             elif weight.ndim == 1:  # norms
                 weight.copy_(0.3 * noise + (0.0 if is_offset else 1.0))
             elif any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")):

@@ -114,3 +114,32 @@ def refuse_unless(reader: ConfigReader, neutral: Mapping[str, object]) -> None:
         found = reader.take(key, value)
         if found != value:
             raise reader.error(key, f"is {found!r:.60}, only {value!r} is supported")
+
+
+# Of experts that are stored one by one beside their router.
+LOCAL_EXPERT_NAMES: Mapping[str, str] = {
+    "layers.*.router": "model.layers.*.mlp.gate",
+    "layers.*.experts.*.gate": "model.layers.*.mlp.experts.*.gate_proj",
+    "layers.*.experts.*.up": "model.layers.*.mlp.experts.*.up_proj",
+    "layers.*.experts.*.down": "model.layers.*.mlp.experts.*.down_proj",
+}
+
+
+def read_num_experts(reader: ConfigReader) -> int:
+    """num_experts, which transformers 5 writes as num_local_experts for some families."""
+    old = reader.integer("num_experts", None)
+    number = reader.integer("num_local_experts", old)
+    if number is None:
+        raise reader.error("num_experts", "is missing")
+    if old not in (None, number):
+        raise reader.error("num_local_experts", f"is {number}, but num_experts is {old}: remove one of them")
+    return number
+
+
+def read_experts_per_token(reader: ConfigReader, num_experts: int, default: int | None) -> int:
+    number = reader.integer("num_experts_per_tok", default)
+    if number is None:
+        raise reader.error("num_experts_per_tok", "is missing")
+    if number > num_experts:
+        raise reader.error("num_experts_per_tok", f"is {number}, but there are {num_experts} experts")
+    return number
