@@ -9,8 +9,10 @@ import torch
 import transformers
 
 from pagedllm.model.decoder import weight_bytes
+from pagedllm.model.registry import FAMILIES
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import torch_threads
+from tests.model import models_document
 from tests.model.family_models import CASES, build_case
 from tests.model.harness import Sequences, load
 from tests.model.models import assert_parity, freeze_rope, logits_of, random_ids, relative_error, save
@@ -76,3 +78,9 @@ def test_a_gpt2_file_saved_without_its_head_has_names_without_prefix(tmp_path: P
     model.config.save_pretrained(tmp_path)
     text = random_ids(20)
     assert relative_error(Sequences(load(tmp_path, namespace=namespace)).logits(text), logits_of(model, text)) < 2e-4
+
+
+def test_every_family_has_a_parity_case_and_docs_models_md_says_what_they_are() -> None:
+    tested = {case.architecture for case in CASES.values()} | {"LlamaForCausalLM", "Qwen3ForCausalLM"}
+    assert tested | {"Gemma3ForCausalLM"} == {family.architecture for family in FAMILIES}
+    assert models_document.DOCUMENT.read_text() == models_document.document()
