@@ -69,8 +69,12 @@ class Attention:
         for name, norm in self.norms.items():
             slots |= norm.slots(name)
         if self.sinks is not None:
-            slots["sinks.sinks"] = WeightSlot(tuple(self.sinks.shape), self.sinks.copy_)
+            slots["sinks.sinks"] = WeightSlot(tuple(self.sinks.shape), self._load_sinks)
         return slots
+
+    def _load_sinks(self, values: Tensor) -> None:
+        assert self.sinks is not None
+        self.sinks.copy_(values)
 
     def forward(
         self,
