@@ -88,7 +88,8 @@ def load_model(
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
     decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
-    slots = {family.tensor_name(name): slot for name, slot in decoder.slots().items()}
+    family = family.of_checkpoint(config, checkpoint.names())
+    slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)
     _check_tied_head(checkpoint, config, family)
     for name in checkpoint.names():  # in the order of the files

@@ -80,6 +80,7 @@ class Sequences:
             token_ids += ids
         inputs = DecoderInput(
             token_ids=torch.tensor(token_ids, dtype=torch.int32),
+            positions=torch.tensor([p for p, _ in positions], dtype=torch.int32),
             rope_rows=tuple(
                 torch.tensor([p + self.tables.row_offset(index, v) for p, v in positions], dtype=torch.int32)
                 for index in range(len(self.decoder.config.ropes))
