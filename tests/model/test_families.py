@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from pagedllm.model.decoder import weight_bytes
+from pagedllm.model.linear import PackedFormat
 from pagedllm.model.registry import FAMILIES
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import torch_threads
