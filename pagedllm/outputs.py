@@ -6,18 +6,22 @@ RequestOutputs is the list of a call, in input order; RequestOutput one prompt's
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
     from numpy.typing import NDArray
 
     from pagedllm.errors import RequestError
     from pagedllm.request import Request, TokenLogprobs
 
 RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
+
+NUM_SHOWN = 20  # rows in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +196,22 @@ class RequestOutputs(list[RequestOutput]):
                 row["metadata"] = output.metadata
             rows.append({**row, **result_columns(output)})
         return rows
+
+    def to_pandas(self) -> pd.DataFrame:
+        """`to_dicts` as a DataFrame; needs pandas."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas, or use to_dicts()") from error
+        return pd.DataFrame(self.to_dicts())
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the first 20 rows, everything escaped."""
+        names = ("prompt", "output", "finish_reason", "error")
+        lines = ["<table><thead><tr><th></th>", *(f"<th>{name}</th>" for name in names), "</tr></thead><tbody>"]
+        for output in self[:NUM_SHOWN]:
+            row = {"prompt": output.prompt, **result_columns(output)}
+            cells = "".join(f"<td>{html.escape(str('' if row[name] is None else row[name]))}</td>" for name in names)
+            lines.append(f"<tr><th>{output.index}</th>{cells}</tr>")
+        rest = f"<p>{len(self) - NUM_SHOWN:,} more</p>" if len(self) > NUM_SHOWN else ""
+        return "".join(lines) + "</tbody></table>" + rest
