@@ -79,7 +79,7 @@ class CompletionOutput:
     token_logprobs: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None  # the stop string, or the id of the eos or stop token
-    reasoning: str | None = None
+    reasoning: str | None = None  # of thinking models: what stood between the think tags, then not in `text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
         finish_reason=None if request.finish_reason == "error" else request.finish_reason,
         stop_reason=request.stop_reason,
     )
+    if request.thinking is not None and completion.text is not None:
+        completion.reasoning, completion.text = request.thinking.split(completion.text)
     if request.sampling_params.logprobs is not None:
         import numpy as np
 
@@ -166,7 +168,10 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
 
 
 def result_columns(output: RequestOutput) -> dict[str, Any]:
-    """The columns that a result row has besides the input's own: always these, one type each."""
+    """The columns that a result row has besides the input's own: always these, one type each.
+
+    `reasoning` (a string) besides, where a thinking model answered.
+    """
     if output.error is not None:
         error, text, finish_reason, stop_reason, num_tokens = output.error, None, "error", "", 0
         error_text = f"{error.code}: {error.message}"
@@ -176,7 +181,10 @@ def result_columns(output: RequestOutput) -> dict[str, Any]:
         stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
         num_tokens, error_text = len(completion.token_ids), ""
     values = (text, finish_reason, stop_reason, len(output.prompt_token_ids), num_tokens, error_text, output.index)
-    return dict(zip(RESULT_COLUMNS, values, strict=True))
+    columns = dict(zip(RESULT_COLUMNS, values, strict=True))
+    if output.outputs and output.outputs[0].reasoning is not None:
+        columns["reasoning"] = output.outputs[0].reasoning
+    return columns
 
 
 class RequestOutputs(list[RequestOutput]):

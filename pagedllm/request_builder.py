@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.notices import Notices
 from pagedllm.prompts import Prompt
+from pagedllm.reasoning import TAGS, Thinking, opens_thought
 from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedllm.tokenizer import Tokenizer
+
+NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and newlines behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class RequestBuilder:
         self.chat_template = chat_template
         self.notices = notices
         self._token_texts: dict[int, str] = {}
+        self._is_thinking_model = all(tokenizer.token_to_id(tag) is not None for tag in TAGS)
 
     def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
         """Token ids of each prompt; plain texts are encoded in one batch."""
@@ -152,6 +156,7 @@ class RequestBuilder:
         variant = self.rope_variant(total)
         return Request(
             request_id=request_id,
+            thinking=self._thinking(prompt),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=params,
@@ -163,6 +168,14 @@ class RequestBuilder:
             rope_variant=variant,
             extra_keys=(variant,) if variant else (),
         )
+
+    def _thinking(self, prompt: EncodedPrompt) -> Thinking | None:
+        if not self._is_thinking_model:
+            return None
+        text = prompt.text
+        if text is None:
+            text = self.tokenizer.decode(prompt.token_ids[-NUM_LAST_TOKENS:], skip_special_tokens=False)
+        return Thinking(opens_thought(text))
 
     def _tell_of_doubled_bos(self, ids: list[int]) -> None:
         bos = self.tokenizer.bos_token_id
