@@ -54,7 +54,7 @@ def test_links_and_files_named_in_docs_exist(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
     if page.name.startswith("adding-"):
-        files = re.findall(r"`((?:pagedllm|tests)/[a-z_/]+\.py)`", text)
+        files = re.findall(r"`((?:pagedllm|tests|csrc)/[a-z_0-9/]+(?:\.py|/))`", text)
         assert files
         assert [file for file in files if not (ROOT / file).exists()] == []
 
