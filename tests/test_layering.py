@@ -24,7 +24,7 @@ LAYER_OF = {
     ),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
-    **dict.fromkeys(("generation_defaults", "notices", "progress"), "llm"),
+    **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
     **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
     **dict.fromkeys(("cli", "doctor", "flags", "self_test", "__main__"), "cli"),
 }

@@ -108,7 +108,7 @@ void finish_rows(const PackedLinearParams<T, Out>& p, int64_t panel, int64_t fir
       if (is_gated) {
         f32x16 up = load(product + kGatedHalf + column);
         if (bias) up = up + load(bias + kGatedHalf + column);
-        value = activate(value, p.activation) * up;
+        value = activate_gated(value, up, p.activation);
       }
       if (residual) value = value + load_partial(residual + column, count);
       store_partial(out + column, value, count);
