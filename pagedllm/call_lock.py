@@ -19,12 +19,29 @@ class CallLock:
         self._queue: deque[object] = deque()
         self._owner: int | None = None
 
-    def __enter__(self) -> None:
+    def check_process(self) -> None:
+        """Raises RuntimeError in a fork of the process that made the LLM."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this LLM belongs to process {self._pid} and cannot be used in its fork {os.getpid()}: "
                 "make the LLM in the process that uses it"
             )
+
+    def acquire_if_free(self) -> bool:
+        """Takes the lock without waiting; True where it did: `release` then. For finalizers, which may run anywhere."""
+        with self._condition:
+            if self._owner is not None or self._queue or os.getpid() != self._pid:
+                return False
+            self._owner = threading.get_ident()
+            return True
+
+    def release(self) -> None:
+        with self._condition:
+            self._owner = None
+            self._condition.notify_all()
+
+    def __enter__(self) -> None:
+        self.check_process()
         me, ticket = threading.get_ident(), object()
         with self._condition:
             if self._owner == me:
@@ -40,6 +57,4 @@ class CallLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._condition:
-            self._owner = None
-            self._condition.notify_all()
+        self.release()

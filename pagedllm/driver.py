@@ -14,7 +14,8 @@ def drive(engine: EngineCore, source: Source) -> Generator[list[Request], None, 
     """Yields after each step the requests that ended in it, perhaps none.
 
     Closing the iterator, or any exception (KeyboardInterrupt too), aborts the requests in flight: their objects then
-    hold what they had, with finish_reason "abort", and the engine is free for the next call.
+    hold what they had, with finish_reason "abort", and the engine is free for the next call. Requests of others that
+    are in the engine (`open_requests.py`) advance along with these; where one ends it is set aside for its owner.
     """
     in_flight: dict[str, Request] = {}
     has_more = True
@@ -26,9 +27,10 @@ def drive(engine: EngineCore, source: Source) -> Generator[list[Request], None, 
                 in_flight[request.request_id] = request
                 engine.add_request(request)
             ended = engine.step() if in_flight else []
-            for request in ended:
-                del in_flight[request.request_id]
-            yield ended
+            mine = [request for request in ended if in_flight.pop(request.request_id, None) is not None]
+            if len(mine) < len(ended):
+                engine.set_aside(request for request in ended if request not in mine)
+            yield mine
     finally:
         if in_flight:
             engine.abort(list(in_flight))

@@ -7,8 +7,12 @@ ours says which. Used for LLM, SamplingParams and the `sampling_params` of rows.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
+
+from pagedllm.errors import NotSupportedError
+from pagedllm.vllm_keywords import Foreign
 
 T = TypeVar("T")
 
@@ -59,8 +63,11 @@ def unknown_name(owner: str, name: str, accepted: Collection[str], renamed: Mapp
     return f"{text}: did you mean {nearest[0]!r}?" if nearest else f"{text}; it has {', '.join(accepted)}"
 
 
-def checks_keywords(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Class decorator: an unknown keyword raises TypeError by `unknown_name`; the constructor's signature stays."""
+def checks_keywords(renamed: Mapping[str, str], foreign: Mapping[str, Foreign]) -> Callable[[type[T]], type[T]]:
+    """Class decorator for keywords that the constructor lacks; its signature stays.
+
+    A foreign one is left out with a notice, or a NotSupportedError; others raise TypeError by `unknown_name`.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         init = cls.__init__
@@ -69,12 +76,25 @@ def checks_keywords(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def checked(self: T, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs:
-                if name not in accepted:
+            known = {}
+            for name, value in kwargs.items():
+                if name in accepted:
+                    known[name] = value
+                elif name in foreign:
+                    _leave_out(cls.__name__, name, value, foreign[name])
+                else:
                     raise TypeError(unknown_name(cls.__name__, name, accepted, renamed))
-            init(self, *args, **kwargs)
+            init(self, *args, **known)
 
         cls.__init__ = checked  # type: ignore[assignment]
         return cls
 
     return decorate
+
+
+def _leave_out(owner: str, name: str, value: Any, foreign: Foreign) -> None:
+    """A notice for a harmless value, nothing for None where that is one, NotSupportedError for the others."""
+    if not foreign.is_harmless(value):
+        raise NotSupportedError(f"{owner}: {name}={value!r} is not supported: {foreign.way_out}")
+    if foreign.reason:
+        logging.getLogger("pagedllm").warning("%s=%r has no effect: %s", name, value, foreign.reason)

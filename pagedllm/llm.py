@@ -6,22 +6,30 @@ EngineCore, which `assemble` builds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pagedllm.assembly import Assembly, assemble
 from pagedllm.call import Call
 from pagedllm.call_lock import CallLock
 from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
+from pagedllm.errors import NotSupportedError
 from pagedllm.keywords import RENAMED_LLM_KEYWORDS, checks_keywords
-from pagedllm.outputs import RequestOutputs
-from pagedllm.prompts import Prompt, parse_conversations, parse_prompts
+from pagedllm.open_requests import OpenRequests, abort_requests
+from pagedllm.output_iterator import OutputIterator, pairs
+from pagedllm.outputs import RequestOutput, RequestOutputs
+from pagedllm.prompts import Prompt, iter_prompts, parse_conversations, parse_one, parse_prompts
 from pagedllm.request_builder import ChatOptions
 from pagedllm.sampling_params import SamplingParams, is_int
+from pagedllm.submitter import Submitter
+from pagedllm.vllm_keywords import FOREIGN_LLM_KEYWORDS
 
 if TYPE_CHECKING:
     import os
+    from concurrent.futures import Future
 
     from pagedllm.engine.stats import EngineStats
     from pagedllm.jobs.files import IfExists, Order, Retry
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 OnError = Literal["raise", "return"]
 
 
-@checks_keywords(RENAMED_LLM_KEYWORDS)
+@checks_keywords(RENAMED_LLM_KEYWORDS, FOREIGN_LLM_KEYWORDS)
 class LLM:
     """A model, ready to generate. `close()` or `with` gives its memory back.
 
@@ -110,6 +118,9 @@ class LLM:
         self._lock = CallLock()
         self._num_calls = 0
         self._num_requests = 0
+        self._abandoned: deque[list[str]] = deque()  # ids of dropped iterators that could not be aborted at once
+        self._submitter: Submitter | None = None
+        self._transformers_tokenizer: Any = None
         self._assembly: Assembly | None = assemble(self.config)
 
     def generate(
@@ -165,6 +176,95 @@ class LLM:
         with self._lock:
             prompts = parse_conversations(messages)
             return self._call(prompts, "messages", sampling_params, chat, None, use_tqdm, on_error)
+
+    def generate_iter(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        ordered: bool = False,
+        max_in_flight: int | None = None,
+        on_error: OnError = "return",
+    ) -> Iterator[RequestOutput]:
+        """Yields outputs as they finish, while prompts are read as there is room: for input that is large or endless.
+
+        ordered: in input order instead. max_in_flight: prompts read and not yet given out; default: twice max_num_seqs.
+        on_error: "return": a prompt that fails is an output with `.error`; "raise": its RequestError ends the iterator.
+
+        Outputs are those of `generate`. Other calls may run between two outputs; closing or dropping the iterator
+        aborts what is under way. A step of another call that fails ends it too, with finish_reason "abort".
+        """
+        _check_on_error(on_error)
+        if max_in_flight is not None and (not is_int(max_in_flight) or max_in_flight < 1):
+            raise ValueError(f"max_in_flight must be None or an int >= 1, got {max_in_flight!r}")
+        if isinstance(sampling_params, (str, bytes, Mapping)):
+            raise TypeError(
+                f"sampling_params must be a SamplingParams or several, got {type(sampling_params).__name__}"
+            )
+        with self._lock:
+            assembly = self._open()
+            is_one = sampling_params is None or isinstance(sampling_params, SamplingParams)
+            params = self._params(assembly, sampling_params, 1)[0] if is_one else iter(sampling_params)  # type: ignore
+            iterator = OutputIterator(
+                self._lock,
+                self._open,
+                self._num_calls,
+                pairs(iter_prompts(prompts), params),
+                max_in_flight=max_in_flight or 2 * assembly.max_num_seqs,
+                is_ordered=ordered,
+                raises=on_error == "raise",
+                abandoned=self._abandoned,
+            )
+            self._num_calls += 1
+            return iterator
+
+    def submit(self, prompt: Any, params: SamplingParams | None = None) -> Future[RequestOutput]:
+        """Hands in one prompt and returns at once; what many threads hand in runs together, in one daemon thread.
+
+        For web handlers: `asyncio.wrap_future(llm.submit(...))`. The future's result is the RequestOutput; a prompt
+        that cannot be run is its RequestError. Messages go in as {"messages": [...]}.
+        """
+        self._lock.check_process()
+        parsed = parse_one(prompt)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be a SamplingParams, got {type(params).__name__}")
+        self._open()
+        if self._submitter is None:
+            with self._lock:
+                self._submitter = self._submitter or Submitter(self)
+        return self._submitter.submit(parsed, None if params is None else params.clone())
+
+    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: see the error."""
+        raise NotSupportedError(
+            "LLM.score means the similarity of texts in other libraries: for how likely a continuation is, "
+            "there is loglikelihood(prompts, continuations)"
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as a transformers object; made on the first call, from local files."""
+        from pathlib import Path
+
+        with self._lock:
+            source = Path(self._open().builder.tokenizer.source)
+            if self._transformers_tokenizer is None:
+                from transformers import AutoTokenizer
+
+                is_file = source.is_file()
+                self._transformers_tokenizer = AutoTokenizer.from_pretrained(
+                    source.parent if is_file else source,
+                    local_files_only=True,
+                    **({"gguf_file": source.name} if is_file else {}),
+                )
+            return self._transformers_tokenizer
+
+    def reset_seed(self, seed: int) -> None:
+        """What is sampled from here on is what a new LLM with this seed would sample."""
+        with self._lock:
+            config = replace(self.config, seed=seed)
+            self._open().seed = seed
+            self.config = config
+            self._num_calls = 0
 
     def run_file(
         self,
@@ -238,6 +338,8 @@ class LLM:
             if self._assembly is not None:
                 self._assembly.runtime.close()
                 self._assembly = None
+        if self._submitter is not None:
+            self._submitter.close()
 
     def __enter__(self) -> LLM:
         self._open()
@@ -253,6 +355,19 @@ class LLM:
             raise RuntimeError("this LLM is closed: make a new one")
         return self._assembly
 
+    def _open_requests(self) -> OpenRequests:
+        """For `submit`: a stream of prompts that end whenever they end. Needs the lock."""
+        requests = OpenRequests(self._open(), self._num_calls, is_list=False)
+        self._num_calls += 1
+        return requests
+
+    def _defaults(self) -> SamplingParams:
+        return self._params(self._open(), None, 1)[0]
+
+    def _abort_abandoned(self, assembly: Assembly) -> None:
+        while self._abandoned:
+            abort_requests(assembly, self._abandoned.popleft())
+
     def _call(
         self,
         prompts: Sequence[Prompt],
@@ -264,8 +379,8 @@ class LLM:
         on_error: OnError,
     ) -> RequestOutputs:
         assembly = self._open()
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        self._abort_abandoned(assembly)
+        _check_on_error(on_error)
         params = self._params(assembly, sampling_params, len(prompts))
         priorities = self._priorities(priority, len(prompts))
         encoded = assembly.builder.encode(prompts, chat)
@@ -323,3 +438,8 @@ class LLM:
             if not is_int(item):
                 raise ValueError(f"priority[{index}] must be an int, got {item!r}")
         return priority
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")

@@ -6,18 +6,22 @@ RequestOutputs is the list of a call, in input order; RequestOutput one prompt's
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
     from numpy.typing import NDArray
 
     from pagedllm.errors import RequestError
     from pagedllm.request import Request, TokenLogprobs
 
 RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
+
+NUM_SHOWN = 20  # rows in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class CompletionOutput:
     token_logprobs: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None  # the stop string, or the id of the eos or stop token
-    reasoning: str | None = None
+    reasoning: str | None = None  # of thinking models: what stood between the think tags, then not in `text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,8 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
         finish_reason=None if request.finish_reason == "error" else request.finish_reason,
         stop_reason=request.stop_reason,
     )
+    if request.thinking is not None and completion.text is not None:
+        completion.reasoning, completion.text = request.thinking.split(completion.text)
     if request.sampling_params.logprobs is not None:
         import numpy as np
 
@@ -162,7 +168,10 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
 
 
 def result_columns(output: RequestOutput) -> dict[str, Any]:
-    """The columns that a result row has besides the input's own: always these, one type each."""
+    """The columns that a result row has besides the input's own: always these, one type each.
+
+    `reasoning` (a string) besides, where a thinking model answered.
+    """
     if output.error is not None:
         error, text, finish_reason, stop_reason, num_tokens = output.error, None, "error", "", 0
         error_text = f"{error.code}: {error.message}"
@@ -172,7 +181,10 @@ def result_columns(output: RequestOutput) -> dict[str, Any]:
         stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
         num_tokens, error_text = len(completion.token_ids), ""
     values = (text, finish_reason, stop_reason, len(output.prompt_token_ids), num_tokens, error_text, output.index)
-    return dict(zip(RESULT_COLUMNS, values, strict=True))
+    columns = dict(zip(RESULT_COLUMNS, values, strict=True))
+    if output.outputs and output.outputs[0].reasoning is not None:
+        columns["reasoning"] = output.outputs[0].reasoning
+    return columns
 
 
 class RequestOutputs(list[RequestOutput]):
@@ -192,3 +204,22 @@ class RequestOutputs(list[RequestOutput]):
                 row["metadata"] = output.metadata
             rows.append({**row, **result_columns(output)})
         return rows
+
+    def to_pandas(self) -> pd.DataFrame:
+        """`to_dicts` as a DataFrame; needs pandas."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas, or use to_dicts()") from error
+        return pd.DataFrame(self.to_dicts())
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the first 20 rows, everything escaped."""
+        names = ("prompt", "output", "finish_reason", "error")
+        lines = ["<table><thead><tr><th></th>", *(f"<th>{name}</th>" for name in names), "</tr></thead><tbody>"]
+        for output in self[:NUM_SHOWN]:
+            row = {"prompt": output.prompt, **result_columns(output)}
+            cells = "".join(f"<td>{html.escape(str('' if row[name] is None else row[name]))}</td>" for name in names)
+            lines.append(f"<tr><th>{output.index}</th>{cells}</tr>")
+        rest = f"<p>{len(self) - NUM_SHOWN:,} more</p>" if len(self) > NUM_SHOWN else ""
+        return "".join(lines) + "</tbody></table>" + rest

@@ -6,7 +6,7 @@ and token ranges are checked by RequestBuilder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,22 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
     return [_parse_item(item, index) for index, item in enumerate(items)]
 
 
+def iter_prompts(prompts: Any) -> Iterator[Prompt]:
+    """Like `parse_prompts`, but an iterable that is no list, array or Series is read as the result is."""
+    if isinstance(prompts, (str, Mapping, list, tuple)) or _list_method(prompts) or not isinstance(prompts, Iterable):
+        return iter(parse_prompts(prompts))
+    _refuse_tables(prompts, "prompts")
+    return (_parse_item(item, index) for index, item in enumerate(prompts))
+
+
+def parse_one(prompt: Any) -> Prompt:
+    """One prompt of any kind; RequestError where it is none."""
+    parsed = _parse_item(prompt, 0)
+    if parsed.error is not None:
+        raise RequestError(parsed.error.code, parsed.error.message.replace("prompts[0]", "prompt", 1), field="prompt")
+    return parsed
+
+
 def parse_conversations(messages: Any) -> list[Prompt]:
     """The argument of `chat`: one conversation or several. TypeError where it is neither."""
     if isinstance(messages, (str, Mapping)):
@@ -59,19 +75,27 @@ def parse_conversations(messages: Any) -> list[Prompt]:
 
 def _items(values: Any, name: str, kinds: str) -> list[Any]:
     """The items of a list, generator, Series, array or column; TypeError for what has no order or no items."""
+    _refuse_tables(values, name)
+    method = _list_method(values)
+    if method is not None:
+        values = getattr(values, method)()
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be {kinds}, or an iterable of them; got {brief(values)}")
+    return list(values)
+
+
+def _list_method(values: Any) -> str | None:
+    """The method by which numpy, pandas, polars or pyarrow give a list of Python objects."""
+    return next((method for method in ("tolist", "to_list", "to_pylist") if hasattr(values, method)), None)
+
+
+def _refuse_tables(values: Any, name: str) -> None:
     if isinstance(values, (bytes, bytearray)):
         raise TypeError(f"{name} is {type(values).__name__}: decode it first, {name}.decode('utf-8')")
     if isinstance(values, (set, frozenset)):
         raise TypeError(f"{name} is a {type(values).__name__}, which has no order: pass a list")
     if hasattr(values, "columns") or hasattr(values, "column_names"):
         raise TypeError(f"{name} is a {type(values).__name__}: pass one column of it, df['column']")
-    for method in ("tolist", "to_list", "to_pylist"):
-        if hasattr(values, method):
-            values = getattr(values, method)()
-            break
-    if not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be {kinds}, or an iterable of them; got {brief(values)}")
-    return list(values)
 
 
 def _parse_item(item: Any, index: int) -> Prompt:

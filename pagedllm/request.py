@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagedllm.errors import RequestError
+    from pagedllm.reasoning import Thinking
     from pagedllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -46,6 +47,7 @@ class Request:
     max_output_tokens: int  # concrete: min(max_tokens or infinity, max_model_len - prompt)
     seed: int = 0  # 64-bit key of this request's random stream
     eos_token_ids: tuple[int, ...] = ()
+    thinking: Thinking | None = None  # of a thinking model's requests
     call_id: int = 0
     prompt_index: int = 0
     arrival: int = 0  # number in the order the scheduler received them

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.notices import Notices
 from pagedllm.prompts import Prompt
+from pagedllm.reasoning import TAGS, Thinking, opens_thought
 from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedllm.tokenizer import Tokenizer
+
+NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and newlines behind it
 
 
 ANCHOR = "\n"  # merges with no word that follows, so what comes after it is written as inside a text
@@ -69,6 +72,7 @@ class RequestBuilder:
         self.chat_template = chat_template
         self.notices = notices
         self._token_texts: dict[int, str] = {}
+        self._is_thinking_model = all(tokenizer.token_to_id(tag) is not None for tag in TAGS)
         self._special_texts: dict[int, str] | None = None
         self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
@@ -164,6 +168,7 @@ class RequestBuilder:
         variant = self.rope_variant(total)
         return Request(
             request_id=request_id,
+            thinking=self._thinking(prompt),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=params,
@@ -177,6 +182,14 @@ class RequestBuilder:
             bad_word_ids=tuple(ids for word in params.bad_words or () for ids in self._bad_word_ids(word)),
             stop_tokens=self._stop_tokens(params),
         )
+
+    def _thinking(self, prompt: EncodedPrompt) -> Thinking | None:
+        if not self._is_thinking_model:
+            return None
+        text = prompt.text
+        if text is None:
+            text = self.tokenizer.decode(prompt.token_ids[-NUM_LAST_TOKENS:], skip_special_tokens=False)
+        return Thinking(opens_thought(text))
 
     def _bad_word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences that write the word: with and without a leading space, at the start and inside a text."""

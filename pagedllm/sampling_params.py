@@ -16,6 +16,7 @@ from typing import Any
 
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.keywords import RENAMED_SAMPLING_PARAMS, checks_keywords, unknown_name
+from pagedllm.vllm_keywords import FOREIGN_SAMPLING_PARAMS
 
 GREEDY_EPSILON = 1e-5  # temperatures below are greedy
 DEFAULT_MAX_TOKENS = 256
@@ -29,7 +30,7 @@ BOOLS = (
 )
 
 
-@checks_keywords(RENAMED_SAMPLING_PARAMS)
+@checks_keywords(RENAMED_SAMPLING_PARAMS, FOREIGN_SAMPLING_PARAMS)
 @dataclass
 class SamplingParams:
     """What a request asks of the sampler; the defaults are neutral.

@@ -35,6 +35,7 @@ class FakeTokenizer:
     eos_token_ids = (EOS, END)
     special_token_ids = frozenset((BOS, EOS, END))
     vocab_size = VOCAB_SIZE
+    think_ids: Mapping[str, int] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = [BOS] if add_special_tokens and self.bos_token_id is not None else []
@@ -46,6 +47,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         specials = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>", END: b"<end>"}
         return b"".join(specials.get(i, b"") if i < 3 else bytes([i - 3]) for i in token_ids).decode("latin-1")
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.think_ids.get(token)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
@@ -134,9 +138,11 @@ def fake_assemble(
     generation_config: Mapping[str, Any] | None = None,
     bos_token_id: int | None = BOS,
     num_blocks: int = 512,
+    thinks: bool = False,
 ) -> Assembly:
     runner, tokenizer, notices = FakeRunner(), FakeTokenizer(), Notices()
     tokenizer.bos_token_id = bos_token_id
+    tokenizer.think_ids = {"<think>": 3, "</think>": 4} if thinks else {}
     max_num_seqs, max_model_len = config.max_num_seqs or 8, config.max_model_len or 128
     scheduler = Scheduler(
         KVCacheManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),

@@ -19,10 +19,13 @@ import pagedllm
 PACKAGE = Path(pagedllm.__file__).parent
 FOLDERS = {"cache", "engine", "ops", "model", "sampling", "runtime", "jobs", "bench"}
 LAYER_OF = {
-    **dict.fromkeys(("errors", "sampling_params", "outputs", "config", "request", "keywords"), "base"),
+    **dict.fromkeys(
+        ("errors", "sampling_params", "outputs", "config", "request", "keywords", "vllm_keywords", "reasoning"), "base"
+    ),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
+    **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
     **dict.fromkeys(("cli", "doctor", "flags", "self_test", "__main__"), "cli"),
 }
 PLAN = "engine.scheduler_output"  # the contract between the scheduler and the torch side

@@ -408,6 +408,18 @@ def test_a_refused_call_does_not_change_the_draws_of_the_next(llm):
         )
 
 
+def test_reset_seed_gives_what_a_new_llm_with_that_seed_gives(llm):
+    params = SamplingParams(max_tokens=8)
+    expected = [LLM("fake", seed=5).generate("a", params)[0].text, llm.generate("a", params)[0].text]
+    llm.reset_seed(5)
+    again = [llm.generate("a", params)[0].text]
+    llm.reset_seed(0)
+    assert [*again, llm.generate("a", params)[0].text] == expected
+    assert expected[0] != expected[1]
+    with pytest.raises(ValueError, match="seed must be an int, got '1'"):
+        llm.reset_seed("1")
+
+
 def test_an_own_seed_repeats_itself_anywhere(llm):
     params = SamplingParams(max_tokens=8, seed=5)
     first = llm.generate("a", params)[0].text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pagedllm
 
@@ -39,3 +40,11 @@ def test_import_takes_at_most_a_fifth_of_a_second():
         float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout) for _ in range(5)
     ]
     assert min(times) <= 0.2
+
+
+def test_installing_replaces_no_torch_and_compiles_nothing_at_run_time():
+    from importlib.metadata import requires
+
+    needed = [line for line in requires("pagedllm") or [] if line.startswith("torch") and "extra" not in line]
+    assert needed == ["torch>=2.10"]
+    assert "cpp_extension" not in "".join(path.read_text() for path in Path(pagedllm.__file__).parent.rglob("*.py"))

@@ -12,7 +12,7 @@ recognized by the next call too, so a second interrupt, during the rebuild, does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -39,6 +39,7 @@ class EngineCore:
         self._execute = execute
         self._detokenizer = detokenizer
         self._state = _State(scheduler, OutputProcessor(detokenizer))
+        self._set_aside: dict[str, Request] = {}
 
     @property
     def scheduler(self) -> Scheduler:
@@ -92,6 +93,16 @@ class EngineCore:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to return."""
         return self.scheduler.has_unfinished_requests
+
+    def set_aside(self, ended: Iterable[Request]) -> None:
+        """Keeps requests that `step` returned to one caller and that another one added, until `take` or `abort`."""
+        self._set_aside.update((request.request_id, request) for request in ended)
+
+    def take(self, request_ids: Collection[str]) -> list[Request]:
+        """Those of these requests that were set aside; they are forgotten here."""
+        if not self._set_aside:
+            return []
+        return [self._set_aside.pop(request_id) for request_id in request_ids if request_id in self._set_aside]
 
     def reset_prefix_cache(self) -> None:
         """No request will hit anything computed before."""

@@ -189,6 +189,20 @@ def test_the_callers_torch_state_neither_matters_nor_changes(llm: LLM) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_callers_default_device_does_not_matter(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS, GREEDY).texts
+    with torch.device("meta"):
+        assert llm.generate(PROMPTS, GREEDY).texts == expected
+
+
+def test_get_tokenizer_is_that_of_transformers_and_gives_our_ids(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer()
+    messages = [{"role": "user", "content": "one two"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == llm.chat(messages, GREEDY)[0].prompt_token_ids
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match="missing does not exist: pass the path of a model folder or of a GGUF file"):
         LLM(tmp_path / "missing")

@@ -138,6 +138,9 @@ class MarkedSpaces:
             rest = rest[len(token) :]
         return found
 
+    def token_to_id(self, token: str) -> int | None:
+        return self.tokens.index(token) if token in self.tokens else None
+
 
 def test_bad_words_know_both_ways_that_a_sentencepiece_vocabulary_writes_a_word() -> None:
     tokenizer: Any = MarkedSpaces()

