@@ -170,7 +170,7 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
 def result_columns(output: RequestOutput) -> dict[str, Any]:
     """The columns that a result row has besides the input's own: always these, one type each.
 
-    `reasoning` (a string) besides, where a thinking model answered.
+    A thinking model's thought is not among them: it is `CompletionOutput.reasoning`.
     """
     if output.error is not None:
         error, text, finish_reason, stop_reason, num_tokens = output.error, None, "error", "", 0
@@ -181,10 +181,7 @@ def result_columns(output: RequestOutput) -> dict[str, Any]:
         stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
         num_tokens, error_text = len(completion.token_ids), ""
     values = (text, finish_reason, stop_reason, len(output.prompt_token_ids), num_tokens, error_text, output.index)
-    columns = dict(zip(RESULT_COLUMNS, values, strict=True))
-    if output.outputs and output.outputs[0].reasoning is not None:
-        columns["reasoning"] = output.outputs[0].reasoning
-    return columns
+    return dict(zip(RESULT_COLUMNS, values, strict=True))
 
 
 class RequestOutputs(list[RequestOutput]):

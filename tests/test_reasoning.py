@@ -44,7 +44,7 @@ def test_outputs_and_rows_of_a_thinking_model_have_both_parts(monkeypatch):
     llm = llm_that_says(monkeypatch, "<think>hm</think>yes")
     (output,) = outputs = llm.chat([{"role": "user", "content": "a"}], SamplingParams(temperature=0))
     assert (output.text, output.outputs[0].reasoning) == ("yes", "hm")
-    assert (outputs.to_dicts()[0]["output"], outputs.to_dicts()[0]["reasoning"]) == ("yes", "hm")
+    assert (outputs.to_dicts()[0]["output"], outputs[0].outputs[0].reasoning) == ("yes", "hm")
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

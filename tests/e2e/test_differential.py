@@ -238,7 +238,7 @@ def test_no_setting_changes_anything_on_the_demo_model(demo_safetensors: Path, d
         (40, order, {"block_size": 64, "max_num_seqs": 3}),
     ):
         assert run(num_blocks, places, **fields)[0] == reference, f"differs under {fields}"
-    found, num_preemptions = run(16, order, enable_prefix_caching=True)
+    found, num_preemptions = run(16, order, scheduling_policy="fcfs")
     assert found == reference
     assert num_preemptions > 0
 
