@@ -40,7 +40,7 @@ def llm_that_says(monkeypatch, text: str, thinks: bool = True) -> LLM:
     return llm
 
 
-def test_outputs_and_rows_of_a_thinking_model_have_both_parts(monkeypatch):
+def test_an_output_of_a_thinking_model_has_both_parts(monkeypatch):
     llm = llm_that_says(monkeypatch, "<think>hm</think>yes")
     (output,) = outputs = llm.chat([{"role": "user", "content": "a"}], SamplingParams(temperature=0))
     assert (output.text, output.outputs[0].reasoning) == ("yes", "hm")
