@@ -160,7 +160,8 @@ def test_preemption_changes_nothing(emulator: Emulator, row_invariant_products: 
     params = [SamplingParams(temperature=t, seed=5, max_tokens=16, ignore_eos=True) for t in (0, 1, 0.7)]
     with open_llm(folders["llama"]) as llm:
         alone = [llm.generate([p], s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params, strict=True)]
-    with open_llm(folders["llama"], num_full_requests=1, max_model_len=32, block_size=8) as llm:
+    crowded = {"num_full_requests": 1, "max_model_len": 32, "block_size": 8, "scheduling_policy": "fcfs"}
+    with open_llm(folders["llama"], **crowded) as llm:
         starved = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats.num_preemptions > 0
     assert [o.outputs[0].token_ids for o in starved] == [o.token_ids for o in alone]
