@@ -1,4 +1,4 @@
-// torch's threads, as kernels know them.
+// Threads as kernels know them: as many as torch is set to use, and our own.
 #pragma once
 #include "cpu/parallel.h"
 
