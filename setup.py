@@ -39,7 +39,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 # No contraction: where a fused multiply-add is wanted it is written, so that bits do not depend on the optimizer.
 # -Wno-*uninitialized: GCC 12 warns of its own intrinsics.
 FLAGS = [
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off",
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized",
     "-Wno-maybe-uninitialized", "-Icsrc",
 ]  # fmt: skip
@@ -111,7 +111,7 @@ class BuildKernels(build_ext):
                 objects.append(output)
             library = BUILD / f"libpagedllm_cpu_{name}.so"
             link_jobs[library] = [
-                *compiler, "-shared", *map(str, objects), "-o", str(library), f"-L{torch / 'lib'}",
+                *compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library), f"-L{torch / 'lib'}",
                 f"-Wl,-rpath-link,{torch / 'lib'}", "-Wl,--no-undefined", "-Wl,--as-needed", "-ltorch_cpu", "-s",
             ]  # fmt: skip
 

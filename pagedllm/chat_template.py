@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -209,10 +209,30 @@ def _invalid(field: str, message: str) -> NoReturn:
     raise RequestError("invalid_parameter", message, field=field)
 
 
+class _PlainDict:
+    """What templates may do with the name `dict`; the class itself is out of reach."""
+
+    def __call__(self, *items: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*items, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _public(values: dict[str, Any]) -> dict[str, Any]:
+    import jinja2
+
+    for name in values:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+    return values
+
+
 def _environment() -> jinja2.Environment:
     """The globals, filters and tags that templates are written for."""
     import jinja2
     import jinja2.ext
+    import jinja2.utils
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(jinja2.ext.Extension):
@@ -223,6 +243,16 @@ def _environment() -> jinja2.Environment:
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class PlainNamespace(jinja2.utils.Namespace):
+        """Refuses names that lead into Python's own objects."""
+
+        def __init__(*arguments: Any, **values: Any) -> None:  # without `self`, so that a template may use that name
+            namespace, *items = arguments
+            jinja2.utils.Namespace.__init__(namespace, _public(dict(*items, **values)))
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            super().__setitem__(name, _public({name: value})[name])
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -238,4 +268,6 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["namespace"] = PlainNamespace
+    environment.globals["dict"] = _PlainDict()
     return environment

@@ -197,6 +197,11 @@ class LLM:
         """Every token id is below it."""
         return self._open().builder.vocab_size
 
+    def reset_prefix_cache(self) -> None:
+        """No later prompt will take K and V from an earlier one."""
+        with self._lock:
+            self._open().engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Gives weights and KV cache back at once. May be called again; the outputs of earlier calls stay whole."""
         with self._lock:

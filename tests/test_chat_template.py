@@ -54,7 +54,8 @@ TEMPLATES = {
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "tools": "{{ tools is none }}{% if tools %}{{ tools | tojson }}{% endif %}{{ documents is none }}",
     "undefined": "[{{ missing }}]{{ messages[0].missing is defined }}",
-    "dict": "{% set d = dict(a=1) %}{{ d.a }}{{ messages | length }}{{ range(3) | list }}",
+    "self in namespace": "{% set ns = namespace({'a': 1}, self=2) %}{{ ns.self }}{% set ns.a = 3 %}{{ ns.a }}",
+    "dict": "{% set d = dict(a=1) %}{{ d.a }}{{ dict.fromkeys([1, 2], 3) }}{{ range(3) | list }}",
 }
 
 
@@ -128,6 +129,12 @@ def test_contradictory_flags_are_refused() -> None:
         ("a\n{% if %}", "chat template, line 2: "),
         ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ messages.append(1) }}", "chat template: access to attribute 'append' of 'list' object is unsafe"),
+        (
+            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+            "chat template: a namespace cannot hold the name '__class__'",
+        ),
+        ("{% set ns = namespace(_x=1) %}", "chat template: a namespace cannot hold the name '_x'"),
+        ("{{ dict.mro() }}", "chat template: 'pagedllm.chat_template._PlainDict object' has no attribute 'mro'"),
         ("{% for i in range(10000000) %}{% endfor %}", "chat template: Range too big"),
     ],
 )

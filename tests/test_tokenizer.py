@@ -211,6 +211,27 @@ def test_an_unsupported_decoder_is_refused(folder: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
+def test_a_library_that_warns_at_forks_encodes_on_one_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenizers
+
+    tokenizer = Tokenizer.from_folder(folder)
+    expected = tokenizer.encode_batch(["ab", "hello"])
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(tokenizers, "__version__", "0.22.2")
+    monkeypatch.setattr(tokenizer, "_backend", OneByOne(tokenizer._backend))
+    assert tokenizer.encode_batch(["ab", "hello"]) == expected
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with pytest.raises(AttributeError, match="encode_batch_fast"):
+        tokenizer.encode_batch(["ab"])
+
+
+class OneByOne:
+    """A backend that has no way to encode a batch."""
+
+    def __init__(self, backend: Any) -> None:
+        self.encode = backend.encode
+
+
 CHILD = """
 import os, sys
 from pagedllm.tokenizer import Tokenizer

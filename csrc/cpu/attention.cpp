@@ -90,21 +90,23 @@ class Worker {
     return p_.workspace + (place * p_.num_kv_heads + task_.kv_head) * (p_.head_dim + 2);
   }
   // Offset of a row in q or out, whose tokens are `stride` apart.
-  int64_t row_offset(int row, int64_t stride) const {
-    const int packed = task_.item->first_row + row;
-    return (p_.cu_seqlens_q[task_.item->seq] + packed / group_) * stride +
-           (int64_t{task_.kv_head} * group_ + packed % group_) * p_.head_dim;
-  }
+  int64_t row_offset(int row, int64_t stride) const { return token_[row] * stride + int64_t{head_[row]} * p_.head_dim; }
 
   void begin(const Task& task) {
     task_ = task;
     num_rows_ = task.item->num_rows;
-    const int first = first_position(task.item->seq);
+    const int first_token = p_.cu_seqlens_q[task.item->seq], first = first_position(task.item->seq);
+    int token = task.item->first_row / group_, head = task.item->first_row % group_;
     for (int r = 0; r < num_rows_; ++r) {
-      const int position = first + (task.item->first_row + r) / group_;
-      lowest_[r] = lowest_key(position);
-      end_[r] = position + 1;
+      token_[r] = first_token + token;
+      head_[r] = task.kv_head * group_ + head;
+      lowest_[r] = lowest_key(first + token);
+      end_[r] = first + token + 1;
       std::copy_n(p_.q + row_offset(r, p_.q_stride), p_.head_dim, q_ + r * kMaxHeadDim);
+      if (++head == group_) {
+        head = 0;
+        ++token;
+      }
     }
   }
 
@@ -228,7 +230,7 @@ class Worker {
     for (int r = 0; r < num_rows_; ++r) {
       float factor = 1.0f, sum = total_sum_[r];
       if (p_.sinks) {
-        const float sink = p_.sinks[task_.kv_head * group_ + (task_.item->first_row + r) % group_];
+        const float sink = p_.sinks[head_[r]];
         const float max = std::max(total_max_[r], sink);
         factor = decay_between(total_max_[r], max);
         sum = sum * factor + decay_between(sink, max);
@@ -250,6 +252,7 @@ class Worker {
   LineQueue lines_{};
 
   // of each row
+  int token_[kMaxRowsPerItem], head_[kMaxRowsPerItem];  // in q and out
   int lowest_[kMaxRowsPerItem], end_[kMaxRowsPerItem];  // the row sees keys lowest .. end
   float max_[kMaxRowsPerItem], total_max_[kMaxRowsPerItem], total_sum_[kMaxRowsPerItem];
   alignas(64) float sum_lanes_[kMaxRowsPerItem * 16];

@@ -7,6 +7,7 @@
 // In float32 a step is one feature of K, one key of V.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/attention_tile.h"
 
@@ -113,10 +114,11 @@ class KeyTile {
 
   // A copy of the V of a pair of keys, with zeros for the one that is not kept.
   const T* half_pair(const T* pair, int kept, T* copy) const {
-    for (int d = 0; d < p_.head_dim; ++d) {
-      copy[2 * d + kept] = pair[2 * d + kept];
-      copy[2 * d + 1 - kept] = T{};
-    }
+    uint32_t words[kMaxHeadDim];
+    const size_t size = static_cast<size_t>(p_.head_dim) * sizeof(uint32_t);
+    std::memcpy(words, pair, size);
+    for (int d = 0; d < p_.head_dim; ++d) words[d] &= kept ? 0xFFFF0000 : 0x0000FFFF;
+    std::memcpy(copy, words, size);
     return copy;
   }
 

@@ -16,14 +16,12 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import IO
 
 import torch
 
-from pagedllm.errors import ModelError
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import GGUFHeader
 
@@ -60,19 +58,25 @@ def convert_gguf(file: Path | str, cache_dir: Path | None = None, dtype: str = "
         free = shutil.disk_usage(parent).free
         if free < needed + SPARE_BYTES:
             raise OSError(f"it needs {needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free")
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+        _write_folder(checkpoint, folder, dtype)
     except OSError as error:
         logger.warning("%s is not converted into the cache %s: %s", checkpoint.path, parent, error)
         return None
+    return folder
+
+
+def _write_folder(checkpoint: GGUFCheckpoint, folder: Path, dtype: str) -> None:
+    unfinished = folder.with_name(f".unfinished-{os.getpid()}-{os.urandom(4).hex()}")
+    unfinished.mkdir()
     try:
         _write(checkpoint, unfinished, dtype)
-        with contextlib.suppress(OSError):  # another process was first: its folder is the same
+        try:
             unfinished.rename(folder)
-        if not folder.is_dir():
-            raise ModelError(f"{folder}: cannot be made in the cache: set PAGEDLLM_CACHE to another folder")
+        except OSError:
+            if not folder.is_dir():  # another process was first: its folder is the same
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def _key(header: GGUFHeader, dtype: str) -> str:

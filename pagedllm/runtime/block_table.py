@@ -23,8 +23,7 @@ class RequestRows:
         self.num_blocks = np.zeros((num_kv_groups, max_num_seqs), np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.rope_variant = np.zeros(max_num_seqs, np.int32)
-        self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._row_of: dict[str, int] = {}  # the only record of who holds what: an interrupt cannot split it
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -34,7 +33,8 @@ class RequestRows:
 
     def acquire(self, request_id: str, num_prompt_tokens: int, rope_variant: int) -> int:
         assert request_id not in self._row_of
-        row = self._row_of[request_id] = self._free_rows.pop()
+        held = set(self._row_of.values())
+        row = self._row_of[request_id] = next(row for row in range(len(self.num_tokens)) if row not in held)
         self.num_tokens[row] = 0
         self.num_blocks[:, row] = 0
         self.num_prompt_tokens[row] = num_prompt_tokens
@@ -43,10 +43,7 @@ class RequestRows:
 
     def release(self, request_id: str) -> int | None:
         """The row that became free; None if the request never reached the runner."""
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-        return row
+        return self._row_of.pop(request_id, None)
 
     def append_tokens(self, row: int, token_ids: Sequence[int]) -> None:
         begin = int(self.num_tokens[row])

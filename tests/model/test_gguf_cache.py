@@ -130,6 +130,18 @@ def test_a_failed_conversion_leaves_nothing(file: Path, cache: Path, monkeypatch
     assert list((cache / "gguf").iterdir()) == []
 
 
+def test_a_disk_that_fills_up_is_a_notice(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, notices: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_cache, "_write_safetensors", fail)
+    assert convert_gguf(file, cache) is None
+    assert "No space left on device" in notices.records[0].getMessage()
+    assert list((cache / "gguf").iterdir()) == []
+
+
 def test_what_a_killed_conversion_left_is_removed_later(file: Path, cache: Path) -> None:
     (cache / "gguf" / ".unfinished-old").mkdir(parents=True)
     (cache / "gguf" / ".unfinished-now").mkdir()
