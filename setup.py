@@ -1,8 +1,16 @@
-"""Compiles csrc/ into plain shared libraries, one per instruction set: pagedllm/lib/libpagedllm_cpu_<set>.so.
+"""Compiles csrc/ into plain shared libraries in pagedllm/lib.
+
+    libpagedllm_cpu_<set>.so   one per instruction set: csrc/cpu/*.cpp, and csrc/bindings/*.cpp, compiled once
+    libpagedllm_cuda.so        csrc/cuda/*.cu by nvcc, and csrc/bindings/cuda/*.cpp
+    libpagedllm_simt.so        the same sources as the CUDA library by the C++ compiler, and the emulator csrc/simt; for
+                               tests: every load and store is checked
 
 They hold no Python symbols and use torch's stable ABI, so that one build serves every Python 3 and every torch from
-2.10 on. Kernels (csrc/cpu/*.cpp) are compiled once per set, bindings (csrc/bindings/*.cpp) once. Adding a kernel is
-adding files: sources are found, not listed.
+2.10 on. Adding a kernel is adding files: sources are found, not listed.
+
+PAGEDLLM_BUILD is a list of "cpu", "cuda" and "simt". Not set, the CPU's libraries are built, and CUDA's where torch is
+a CUDA build and nvcc is found (by CUDA_HOME, PATH, or the pip package nvidia-cuda-nvcc). Only where "cuda" is asked for
+is a missing nvcc an error. PAGEDLLM_CUDA_ARCHS is the list of architectures (80;90;100;120; PTX of the first is added).
 
 CXX names the compiler (default g++), MAX_JOBS the number of compilers at a time (default: the CPUs).
 Objects are kept in build/kernels and compiled again when a source, a header they include, or a flag changes.
@@ -17,6 +25,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,6 +53,16 @@ FLAGS = [
     "-Wno-maybe-uninitialized", "-Icsrc",
 ]  # fmt: skip
 
+# Emulated kernels: -fsanitize=thread makes the compiler call a hook for every load and store; its library stays out.
+SIMT_FLAGS = ["-DPAGEDLLM_SIMT", "-g1", "-O1"]
+# Visible, so that a launch can name its kernel.
+SIMT_KERNEL_FLAGS = [*SIMT_FLAGS, "-x", "c++", "-fsanitize=thread", "-fvisibility=default", "-Wno-unknown-pragmas"]
+
+NVCC_FLAGS = [
+    "-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-fvisibility-inlines-hidden,-Wall",
+]  # fmt: skip
+
 
 def find_compiler() -> list[str]:
     command = shlex.split(os.environ.get("CXX", "g++"))
@@ -63,6 +82,39 @@ def find_torch() -> Path:
             "torch was not found: install torch >= 2.10 first, then build with pip install --no-build-isolation"
         )
     return Path(spec.origin).parent
+
+
+def find_nvcc() -> str | None:
+    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [f"{cuda_home}/bin/nvcc"] if cuda_home else []
+    if on_path := shutil.which("nvcc"):
+        candidates.append(on_path)
+    spec = importlib.util.find_spec("nvidia")  # a namespace package: pip's nvidia-cuda-nvcc
+    for folder in spec.submodule_search_locations or () if spec else ():
+        candidates += sorted(map(str, Path(folder).glob("*/bin/nvcc")), reverse=True)
+    return next((path for path in candidates if os.access(path, os.X_OK)), None)
+
+
+def kinds_to_build() -> list[str]:
+    asked = os.environ.get("PAGEDLLM_BUILD")
+    if asked:
+        kinds = [kind.strip() for kind in asked.split(",")]
+        unknown = sorted(set(kinds) - {"cpu", "cuda", "simt"})
+        if unknown:
+            raise SystemExit(f"error: PAGEDLLM_BUILD must list cpu, cuda or simt, got {unknown[0]!r}")
+        if "cuda" in kinds and find_nvcc() is None:
+            raise SystemExit(
+                "error: PAGEDLLM_BUILD asks for cuda, but nvcc was not found by CUDA_HOME, PATH or in the pip package "
+                "nvidia-cuda-nvcc"
+            )
+        return kinds
+    version = (find_torch() / "version.py").read_text()
+    if re.search(r"^cuda\b.*= None", version, re.MULTILINE):
+        return ["cpu"]
+    if find_nvcc() is None:
+        print("nvcc was not found: the CUDA kernels are not built", flush=True)
+        return ["cpu"]
+    return ["cpu", "cuda"]
 
 
 def is_stale(output: Path, command: list[str]) -> bool:
@@ -89,36 +141,88 @@ def run(output: Path, command: list[str]) -> None:
     output.with_suffix(".command").write_text(shlex.join(command))
 
 
+class Jobs:
+    """Commands by what they make: objects, then libraries."""
+
+    def __init__(self, compiler: list[str], torch: Path) -> None:
+        self.compiler, self.torch = compiler, torch
+        self.compile: dict[Path, list[str]] = {}
+        self.link: dict[Path, list[str]] = {}
+        self.torch_flags = [f"-isystem{torch / 'include'}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+
+    def add_cpu(self) -> None:
+        bindings = self.add_objects("bindings", Path("csrc/bindings").glob("*.cpp"), self.torch_flags)
+        for name, isa_flags in INSTRUCTION_SETS.items():
+            objects = bindings + self.add_objects(name, Path("csrc/cpu").glob("*.cpp"), isa_flags)
+            self.add_library(f"cpu_{name}", objects, ["-pthread", "-Wl,--no-undefined", "-s"])
+
+    def add_simt(self) -> None:
+        runtime = [path for path in Path("csrc/simt").glob("*.cpp") if path.name != "memory_unchecked.cpp"]
+        objects = self.add_objects("simt", runtime, ["-O2", "-march=native", "-g1"])
+        objects += self.add_objects("simt", self.device_bindings(), [*SIMT_FLAGS, *self.torch_flags])
+        objects += self.add_objects("simt", Path("csrc/cuda").glob("*.cu"), SIMT_KERNEL_FLAGS)
+        self.add_library("simt", objects, ["-ldl"])
+
+    def add_cuda(self) -> None:
+        nvcc = [str(find_nvcc()), "-ccbin", self.compiler[0]]
+        archs = (os.environ.get("PAGEDLLM_CUDA_ARCHS") or "80;90;100;120").split(";")
+        flags = [*NVCC_FLAGS, f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}"]
+        flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        objects = []
+        for source in sorted([*self.device_bindings(), *Path("csrc/cuda").glob("*.cu")]):
+            output = BUILD / "cuda" / f"{source.stem}{source.suffix}.o"
+            includes = (
+                [f"-isystem={self.torch / 'include'}", self.torch_flags[1], "-DUSE_CUDA"]
+                if source.suffix == ".cpp"
+                else []
+            )
+            depfile = ["-MD", "-MF", str(output.with_suffix(".d"))]
+            self.compile[output] = [*nvcc, *flags, *includes, *depfile, "-c", str(source), "-o", str(output)]
+            objects.append(output)
+        library = BUILD / "libpagedllm_cuda.so"
+        # the symbols of torch's CUDA half stay undefined: torch is loaded before, and a CPU-only torch can build this
+        torch_libraries = [f"-L{self.torch / 'lib'}", "-ltorch_cpu", f"-Xlinker=-rpath-link={self.torch / 'lib'}"]
+        self.link[library] = [*nvcc, "-shared", *map(str, objects), "-o", str(library), *torch_libraries]
+
+    def device_bindings(self) -> list[Path]:
+        shared = [Path("csrc/bindings/checks.cpp"), Path("csrc/bindings/registration.cpp")]
+        return [*Path("csrc/bindings/cuda").glob("*.cpp"), *shared]
+
+    def add_objects(self, folder: str, sources: Iterable[Path], flags: list[str]) -> list[Path]:
+        outputs = []
+        for source in sorted(sources):
+            # bindings and kernels share base names, so a CUDA source keeps its suffix
+            output = BUILD / folder / (f"{source.name}.o" if source.suffix == ".cu" else f"{source.stem}.o")
+            command = [*self.compiler, *FLAGS, *flags, "-MMD", "-MF", str(output.with_suffix(".d"))]
+            self.compile[output] = [*command, "-c", str(source), "-o", str(output)]
+            outputs.append(output)
+        return outputs
+
+    def add_library(self, name: str, objects: list[Path], flags: list[str]) -> None:
+        library = BUILD / f"libpagedllm_{name}.so"
+        self.link[library] = [
+            *self.compiler, "-shared", *map(str, objects), "-o", str(library), f"-L{self.torch / 'lib'}",
+            f"-Wl,-rpath-link,{self.torch / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", *flags,
+        ]  # fmt: skip
+
+
+def library_names() -> list[str]:
+    names = {"cpu": [f"cpu_{name}" for name in INSTRUCTION_SETS], "cuda": ["cuda"], "simt": ["simt"]}
+    return [name for kind in kinds_to_build() for name in names[kind]]
+
+
 class BuildKernels(build_ext):
     """build_ext with its own compile step: setuptools knows neither instruction sets nor header dependencies."""
 
     def run(self) -> None:
         os.chdir(ROOT)
-        compiler, torch = find_compiler(), find_torch()
-        compile_jobs: dict[Path, list[str]] = {}
-        link_jobs: dict[Path, list[str]] = {}
-        bindings = []
-        for source in sorted(Path("csrc/bindings").glob("*.cpp")):
-            output = BUILD / "bindings" / f"{source.stem}.o"
-            includes = [f"-isystem{torch / 'include'}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
-            compile_jobs[output] = self.compile_command(compiler, source, output, includes)
-            bindings.append(output)
-        for name, isa_flags in INSTRUCTION_SETS.items():
-            objects = list(bindings)
-            for source in sorted(Path("csrc/cpu").glob("*.cpp")):
-                output = BUILD / name / f"{source.stem}.o"
-                compile_jobs[output] = self.compile_command(compiler, source, output, isa_flags)
-                objects.append(output)
-            library = BUILD / f"libpagedllm_cpu_{name}.so"
-            link_jobs[library] = [
-                *compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library), f"-L{torch / 'lib'}",
-                f"-Wl,-rpath-link,{torch / 'lib'}", "-Wl,--no-undefined", "-Wl,--as-needed", "-ltorch_cpu", "-s",
-            ]  # fmt: skip
-
-        stale = {output: command for output, command in compile_jobs.items() if is_stale(output, command)}
+        jobs = Jobs(find_compiler(), find_torch())
+        for kind in kinds_to_build():
+            getattr(jobs, f"add_{kind}")()
+        stale = {output: command for output, command in jobs.compile.items() if is_stale(output, command)}
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             list(pool.map(run, stale.keys(), stale.values()))
-        for library, command in link_jobs.items():
+        for library, command in jobs.link.items():
             objects_changed = any(str(output) in command for output in stale)
             if objects_changed or is_stale(library, command):
                 run(library, command)
@@ -133,10 +237,6 @@ class BuildKernels(build_ext):
                 shutil.copyfile(built, partial)
                 partial.replace(target)
 
-    def compile_command(self, compiler: list[str], source: Path, output: Path, flags: list[str]) -> list[str]:
-        depfile = output.with_suffix(".d")
-        return [*compiler, *FLAGS, *flags, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(output)]
-
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # no interpreter tag: these are not Python modules
 
@@ -147,7 +247,9 @@ class BuildKernels(build_ext):
         return dict(zip(self.get_outputs(), (self.get_ext_filename(ext.name) for ext in self.extensions), strict=True))
 
     def get_source_files(self) -> list[str]:
-        return [str(path) for pattern in ("*.cpp", "*.h") for path in sorted(Path("csrc").rglob(pattern))]
+        return [
+            str(path) for pattern in ("*.cpp", "*.h", "*.cu", "*.cuh") for path in sorted(Path("csrc").rglob(pattern))
+        ]
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -158,6 +260,6 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(f"pagedllm.lib.libpagedllm_cpu_{name}", sources=[]) for name in INSTRUCTION_SETS],
+    ext_modules=[Extension(f"pagedllm.lib.libpagedllm_{name}", sources=[]) for name in library_names()],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
 )

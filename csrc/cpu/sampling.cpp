@@ -1,8 +1,10 @@
 #include "cpu/sampling.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "cpu/sampling_row.h"
+#include "cpu/vector_math.h"
 
 namespace pagedllm {
 namespace {
@@ -30,34 +32,29 @@ class Weights {
  public:
   Weights(float max, float temperature, float min_p)
       : max_(max),
-        scale_(
-            static_cast<float>(std::min(kLog2E / temperature, static_cast<double>(std::numeric_limits<float>::max())))),
+        scale_(static_cast<float>(
+            std::min(1.4426950408889634 / temperature, static_cast<double>(std::numeric_limits<float>::max())))),
         smallest_(static_cast<uint64_t>(std::ceil(static_cast<double>(min_p) * 4294967296.0))) {}
 
-  // count <= kBlock
+  // Of count <= kBlock logits; `weights` has room for kBlock, and the rest of it is 0.
   void compute(const float* logits, int64_t count, uint64_t* weights) const {
-    int32_t mantissa[kBlock], shift[kBlock];
-    float padded[kBlock];
-    if (count < kBlock) {  // a fixed length below, for the vectorizer
-      std::copy_n(logits, count, padded);
-      std::fill(padded + count, padded + kBlock, max_);
-      logits = padded;
+    float mantissa[kBlock] = {}, exponent[kBlock] = {};
+    for (int64_t first = 0; first < count; first += kGroups) {
+      split(load_partial(logits + first, count - first), count - first, mantissa + first, exponent + first);
+    }
+    // round(mantissa * 2^(9 - shift)), half up; in 32 bits, where 2^32 alone becomes 0
+    uint32_t low[kBlock], carry[kBlock];
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto m = static_cast<uint32_t>(static_cast<int32_t>(mantissa[i]));
+      const int32_t shift = -static_cast<int32_t>(exponent[i]);
+      const int32_t left = 9 - shift > 0 ? 9 - shift : 0, right = shift - 9 > 0 ? shift - 9 : 0;
+      low[i] = ((m << left) + ((uint32_t{1} << right) >> 1)) >> right;
+      carry[i] = m != 0 && low[i] == 0 ? 1 : 0;
     }
     for (int64_t i = 0; i < kBlock; ++i) {
-      const float x = (logits[i] - max_) * scale_;
-      const Power power = exp2_parts(x >= -33.0f ? x : -34.0f);
-      mantissa[i] = x >= -33.0f ? power.mantissa : 0;
-      shift[i] = -power.exponent;
+      const uint64_t weight = uint64_t{carry[i]} << 32 | low[i];
+      weights[i] = weight < smallest_ ? 0 : weight;
     }
-    uint64_t block[kBlock];
-    uint64_t* result = count < kBlock ? block : weights;
-    for (int64_t i = 0; i < kBlock; ++i) {
-      const uint64_t s = static_cast<uint64_t>(shift[i]);
-      const uint64_t half = mantissa[i] ? (uint64_t{1} << s) >> 1 : 0;
-      const uint64_t weight = ((static_cast<uint64_t>(mantissa[i]) << 9) + half) >> s;
-      result[i] = weight < smallest_ ? 0 : weight;
-    }
-    if (count < kBlock) std::copy_n(block, count, weights);
   }
 
   // Logits below this weigh nothing, whatever the rounding of `compute`.
@@ -68,6 +65,24 @@ class Weights {
   }
 
  private:
+  // exp2 of the scaled distance to the maximum, as mantissa * 2^(exponent - 23). The twin's order of operations, so
+  // that bits are equal; where the weight is zero, 0 * 2^-34.
+  void split(f32x16 logits, int64_t count, float* mantissa, float* exponent) const {
+    constexpr float kCoefficients[] = {0.6931471824645996f,   0.24022722244262695f,   0.055495936423540115f,
+                                       0.009652440436184406f, 0.0012689352734014392f, 0.00020829190907534212f};
+    const f32x16 one = f32x16::broadcast(1.0f), limit = f32x16::broadcast(-33.0f);
+    const f32x16 distance = (logits - f32x16::broadcast(max_)) * f32x16::broadcast(scale_);
+    const f32x16 x = select_less(distance, limit, f32x16::broadcast(-34.0f), distance);
+    const f32x16 nearest = round(x);
+    const f32x16 floor = select_less(x, nearest, nearest - one, nearest);
+    const f32x16 f = x - floor;
+    f32x16 p = f32x16::broadcast(kCoefficients[5]);
+    for (int i = 4; i >= 0; --i) p = p * f + f32x16::broadcast(kCoefficients[i]);
+    const f32x16 scaled = (p * f + one) * f32x16::broadcast(8388608.0f);  // an integer: p is in 1 .. 2
+    store_partial(mantissa, select_less(distance, limit, f32x16::zero(), scaled), count);
+    store_partial(exponent, floor, count);
+  }
+
   float max_, scale_;
   uint64_t smallest_;
 };
@@ -310,24 +325,15 @@ void process_row(const ProcessLogitsParams& p, int64_t index) {
 
 // log(sum(exp(z - max))), added up in a fixed order.
 double log_sum_exp(const LogitsRow& row) {
-  constexpr float kSmallest = -126.0f;  // 2^x below is taken for zero
-  const float scale = static_cast<float>(kLog2E);
   double sum = 0.0;
   for (int64_t b = 0; b < row.num_blocks(); ++b) {
-    float x[kBlock], lanes[kGroups] = {};
-    const int64_t count = row.block_size(b);
-    std::fill(std::copy_n(row.block(b), count, x), x + kBlock, -kInfinity);
-    for (int64_t first = 0; first < kBlock; first += kGroups) {
-      for (int64_t i = 0; i < kGroups; ++i) {
-        const float y = (x[first + i] - row.max()) * scale;
-        const Power power = exp2_parts(y >= kSmallest ? y : kSmallest);
-        const int32_t bits = power.mantissa + ((power.exponent + 126) << 23);  // the mantissa's leading 1 adds one
-        float value;
-        std::memcpy(&value, &bits, sizeof(value));
-        lanes[i] += y >= kSmallest ? value : 0.0f;
-      }
+    f32x16 lanes = f32x16::zero();
+    const float* z = row.block(b);
+    for (int64_t left = row.block_size(b); left > 0; left -= kGroups, z += kGroups) {
+      const f32x16 value = exp(load_partial(z, left) - f32x16::broadcast(row.max()));
+      lanes = lanes + select_first(left, value, f32x16::zero());
     }
-    for (int64_t i = 0; i < kGroups; ++i) sum += lanes[i];
+    sum += reduce_add(lanes);
   }
   return std::log(sum);
 }

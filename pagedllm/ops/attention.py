@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.ops._library import operator
-from pagedllm.ops.kv_layout import CpuLayout, KVLayout, PlainLayout
+from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
 
 KV_TILE = 64  # absolute positions reduced together
@@ -42,7 +42,8 @@ class AttentionMetadata:
 
     Where an item has all keys of its rows, slot and merge are -1 and it writes `out`. Else it is one split of them: it
     leaves a partial result in the workspace, a place a row from `slot` on (a place: for each KV head head_dim sums, a
-    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order.
+    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order. So it is on
+    the CPU; CUDA's lists have the same first columns, the rest as in ops/cuda_attention.py.
     """
 
     cu_seqlens_q: Tensor  # [B + 1] int32, where each sequence's new tokens begin
@@ -266,14 +267,3 @@ class CpuAttentionBackend(AttentionBackend):
         merge[1:] = np.stack((seq, first_row, first_slot, num_splits), 1)[is_split]
         num_places = int(end_slot[-1]) if len(end_slot) else 0
         return AttentionPlan(work, merge, num_places * shape.num_kv_heads * (shape.head_dim + 2))
-
-
-class CudaAttentionBackend(AttentionBackend):
-    """Namespace "pagedllm" on CUDA tensors, or "pagedllm_simt" on the CPU."""
-
-    layout = PlainLayout()
-    supported_head_dims = (64, 80, 96, 112, 128, 256)
-    supported_dtypes = (torch.bfloat16, torch.float16)
-
-    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
-        raise NotImplementedError("the CUDA work list comes with the CUDA kernels")

@@ -2,6 +2,7 @@
 
     load_kernels("auto")        the best instruction set that the CPU has
     load_kernels("avx2")        that set, or an error that names it and what the CPU has
+    load_kernels("simt")        the CUDA kernels on an emulator on the CPU, for tests; loads beside any of the others
     load_kernels("reference")   the Python twins; no library is touched
 
 The environment variable PAGEDLLM_KERNELS takes the place of "auto", for tests. Nothing falls back: a library that is
@@ -26,6 +27,8 @@ from pagedllm.ops._library import Operator
 
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
+CPU_ONLY_OPERATORS = frozenset({"packed_linear", "embedding"})  # of weights that are packed for a CPU
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -57,6 +60,9 @@ def load_kernels(kernels: str = "auto") -> KernelSet:
     name = choose(kernels, cpu_flags(), os.environ.get("PAGEDLLM_KERNELS"))
     if name == "reference":
         return KernelSet(name, "pagedllm_reference", None)
+    if name == "simt":
+        load_library(SIMT_LIBRARY, CPU_ONLY_OPERATORS)
+        return KernelSet(name, "pagedllm_simt", SIMT_LIBRARY)
     path = LIBRARY_FOLDER / f"libpagedllm_cpu_{name}.so"
     load_library(path)
     return KernelSet(name, "pagedllm", path)
@@ -81,23 +87,23 @@ def choose(kernels: str, flags: frozenset[str], forced: str | None = None) -> st
     usable = [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
     if kernels == "auto":
         return usable[0]
-    if kernels == "reference" or kernels in usable:
+    if kernels in ("simt", "reference") or kernels in usable:
         return kernels
     if kernels in INSTRUCTION_SETS:
         missing = ", ".join(sorted(INSTRUCTION_SETS[kernels] - flags))
         raise ValueError(
             f"{field}={kernels!r} cannot run on this CPU, which lacks {missing}; the best it can run is {usable[0]!r}"
         )
-    known = ("auto", *INSTRUCTION_SETS, "reference")
+    known = ("auto", *INSTRUCTION_SETS, "simt", "reference")
     raise ValueError(f"{field} must be one of {', '.join(map(repr, known))}, got {kernels!r}")
 
 
-def load_library(path: Path) -> None:
-    """Loads one library and checks it against our schemas. Raises LibraryError."""
+def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
+    """Loads one library and checks it against our schemas but for what it may lack. Raises LibraryError."""
     if not path.exists():
         raise LibraryError(f"the kernels {path} do not exist; build them: {BUILD_COMMAND}")
     others = [name for name in torch.ops.loaded_libraries if "libpagedllm_cpu_" in name and name != str(path)]
-    if others:
+    if others and path != SIMT_LIBRARY:
         raise LibraryError(
             f"this process has loaded {', '.join(sorted(others))} and cannot load {path} besides: "
             "one process runs one instruction set"
@@ -108,7 +114,8 @@ def load_library(path: Path) -> None:
     except (OSError, AttributeError) as error:
         raise LibraryError(f"the kernels {path} do not load ({error}); build them again: {BUILD_COMMAND}") from error
     get_signatures.restype = ctypes.c_char_p
-    difference = compare_signatures(defined_schemas(), get_signatures().decode().splitlines())
+    defined = [schema for schema in defined_schemas() if schema[: schema.index("(")] not in lacking]
+    difference = compare_signatures(defined, get_signatures().decode().splitlines())
     if difference:
         raise LibraryError(
             f"the kernels {path} were built from other sources: {difference}; build them again: {BUILD_COMMAND}"

@@ -1,0 +1,169 @@
+// The shape of a block's work, its shared memory, and the stream of K and V tiles through it.
+//
+// Shared memory of a block:
+//
+//   [ Q: ROWS x head_dim, at the end the output ][ P: 16 x 64 ][ row maxima: 4 x 16 ][ slot 0 ][ slot 1 ] ... [ slot
+//   N-1 ]
+//                                                 only where the warps share the rows
+//
+// A slot holds 64 keys of K or of V. K of tile 0, V of tile 0, K of tile 1, ... run through the ring of slots; all but
+// one are being filled while one is read. Rows of 16-byte chunks are swizzled, so that eight rows at one chunk
+// (ldmatrix) and eight chunks of one row (cp.async) both touch all 32 banks once.
+#pragma once
+#include "cuda/attention.h"
+#include "cuda/device.cuh"
+
+namespace pagedllm {
+
+constexpr int kTileKeys = 64;    // keys reduced together, at absolute positions: part of the result's definition
+constexpr int kSplitKeys = 512;  // keys of one partial result, likewise
+constexpr int kTilesPerSplit = kSplitKeys / kTileKeys;
+constexpr int kSlotRows = 16;            // rows of one partial result
+constexpr int kThreads = 128;            // of a block
+constexpr int kSharedLimit = 99 * 1024;  // every GPU from sm_80 on gives a block that much
+
+// Rows of CHUNKS 16-byte chunks. CHUNKS = odd * 2^k: the k (at most 3) low bits of a chunk turn with the row.
+template <int CHUNKS>
+struct Swizzle {
+  static_assert(CHUNKS % 2 == 0, "a row of an odd number of chunks would need padding");
+  static constexpr int kPeriod = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;
+  static constexpr int kRowShift = kPeriod == 8 ? 0 : kPeriod == 4 ? 1 : 2;  // rows that turn alike: 8 / kPeriod
+  static constexpr int kRowBytes = CHUNKS * 16;                              // eight rows on, the turn is the same
+
+  __device__ __forceinline__ static int byte(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16;
+  }
+  // The byte `steps` chunks after the chunk that `byte` is of, which has zeros where `steps` has ones: one operation on
+  // a register, where byte() would keep a register for each chunk.
+  __device__ __forceinline__ static int advance(int byte, int steps) {
+    return (byte ^ (steps & (kPeriod - 1)) * 16) + (steps & ~(kPeriod - 1)) * 16;
+  }
+};
+
+template <int D, int ROWS>
+struct Tile {
+  static_assert(D % 16 == 0 && D <= 256, "head_dim is cut into k-steps of 16");
+  static_assert(ROWS == 16 || ROWS == 64 || ROWS == 128, "16 rows: the warps share the rows; else each has its own");
+  static constexpr bool kSharesRows = ROWS == 16;      // warps split the keys for q.k, then the columns for p.v
+  static constexpr int kGroups = ROWS == 128 ? 2 : 1;  // of 16 rows, that a warp holds: each K and V fragment feeds all
+  static constexpr int kWarpRows = kSharesRows ? 0 : 16 * kGroups;  // between the first rows of neighbouring warps
+  static constexpr int kChunks = D / 8;
+  static constexpr int kSteps = D / 16;                  // k-steps of q.k
+  static constexpr int kKeyTiles = kSharesRows ? 2 : 8;  // n8 tiles of keys a warp has
+  static constexpr int kColumnPairs = D / 16;            // n16 tiles of output columns
+  static constexpr int kWarpPairs = kSharesRows ? (kColumnPairs + 3) / 4 : kColumnPairs;
+  static constexpr bool kKeepsQ = kGroups == 1 && (kSharesRows || D <= 128);  // else Q is read again for every tile
+  static constexpr int kQBytes = ROWS * D * 2;
+  static constexpr int kPBytes = kSharesRows ? 16 * kTileKeys * 2 : 0;
+  static constexpr int kMaxBytes = kSharesRows ? 4 * 16 * 4 : 0;
+  static constexpr int kSlotBytes = kTileKeys * D * 2;
+  static constexpr int kPByte = kQBytes, kMaxByte = kPByte + kPBytes;
+  static constexpr int kFixedBytes = kMaxByte + kMaxBytes;
+  static_assert(kFixedBytes % 128 == 0 && kSlotBytes % 128 == 0, "Swizzle::advance turns bits of a row's start");
+  static constexpr int kWantedSlots =
+      kSharesRows ? 6 : 4;  // decode is bound by memory: three tiles of K and V in flight
+  static constexpr int kFittingSlots = (kSharedLimit - kFixedBytes) / kSlotBytes;
+  static constexpr int kSlots = kFittingSlots < kWantedSlots ? kFittingSlots : kWantedSlots;
+  static_assert(kSlots >= 2, "one slot is filled while another is read");
+  static constexpr int kSharedBytes = kFixedBytes + kSlots * kSlotBytes;
+  __device__ __forceinline__ static int next_slot(int slot_byte) {
+    return slot_byte + kSlotBytes == kSharedBytes ? kFixedBytes : slot_byte + kSlotBytes;
+  }
+  static_assert(kTileKeys * kChunks % kThreads == 0, "every thread copies as many chunks of a tile");
+};
+
+// What a block knows of its item. Little is kept: what is needed before and after the loop over tiles is read twice.
+struct ItemContext {
+  const PagedAttentionParams& p;
+  int index, kv_head, query_offset;  // query_offset: absolute position of the sequence's first new token
+
+  __device__ __forceinline__ ItemContext(const PagedAttentionParams& params, int item_index)
+      : p(params), index(item_index), kv_head(static_cast<int>(blockIdx.y)) {
+    const int seq = work().seq;
+    query_offset = p.seq_lens[seq] - (p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]);
+  }
+  __device__ __forceinline__ const AttentionWork& work() const { return p.work[1 + index]; }
+  __device__ __forceinline__ int token_of(int row) const {
+    return FastDivisor{static_cast<uint32_t>(p.group), p.group_magic}.divide(row);
+  }
+  __device__ __forceinline__ int position(int row) const { return query_offset + token_of(row); }
+  // The first key that any row of the item sees; what lies before, in whole splits, are other items.
+  __device__ __forceinline__ int first_visible() const {
+    const int window_begin = p.window > 0 ? position(work().first_row) - p.window + 1 : 0;
+    return window_begin > work().first_key ? window_begin : work().first_key;
+  }
+  // Elements between the start of q (or out) and a packed row's 16-byte chunk.
+  __device__ __forceinline__ int64_t offset(int packed_row, int64_t token_stride, int head_dim) const {
+    const int token = token_of(packed_row);
+    return (p.cu_seqlens_q[work().seq] + token) * token_stride + static_cast<int64_t>(q_head(packed_row)) * head_dim;
+  }
+  __device__ __forceinline__ int q_head(int packed_row) const {
+    return kv_head * p.group + packed_row - token_of(packed_row) * p.group;
+  }
+};
+
+// Fills the ring of slots.
+template <class T, int D, int ROWS>
+class KvStream {
+  using S = Tile<D, ROWS>;
+
+ public:
+  __device__ __forceinline__ explicit KvStream(const ItemContext& item)
+      : item_(item),
+        first_visible_(item.first_visible()),
+        end_key_(item.work().end_key),
+        tile_(first_visible_ / kTileKeys),
+        slot_byte_(S::kFixedBytes),
+        is_v_(false) {
+    load_block_ids();
+  }
+
+  // Starts the copy of the next half tile, if there is one. Keys that nobody may see become zeros: 0 * NaN in p.v
+  // would poison a row.
+  __device__ __forceinline__ void start_next() {
+    const int first_key = tile_ * kTileKeys;
+    if (first_key >= end_key_) return;
+    const PagedAttentionParams& p = item_.p;
+    const T* source = static_cast<const T*>(is_v_ ? p.v_cache : p.k_cache) +
+                      static_cast<int64_t>(item_.kv_head) * p.cache_head_stride;
+    const int first_block = (first_key & (kSplitKeys - 1)) >> p.block_shift;  // within the split
+    const int ids = (first_block & 32) != 0 ? ids_high_ : ids_low_;
+    const int offset_mask = (1 << p.block_shift) - 1, thread = thread_index();
+#pragma unroll
+    for (int i = 0; i < kTileKeys * S::kChunks / kThreads; ++i) {
+      const unsigned index = static_cast<unsigned>(thread + i * kThreads);  // unsigned: a division is a shift
+      const int row = static_cast<int>(index / S::kChunks), chunk = static_cast<int>(index % S::kChunks);
+      const int key = first_key + row;
+      const int block = __shfl_sync(kAllLanes, ids, (first_block + (row >> p.block_shift)) & 31);
+      const bool is_valid = key >= first_visible_ && key < end_key_;
+      const T* from = source + static_cast<int64_t>(block) * p.cache_block_stride + (key & offset_mask) * D + chunk * 8;
+      copy_async(slot_byte_ + Swizzle<S::kChunks>::byte(row, chunk), from, is_valid);
+    }
+    slot_byte_ = S::next_slot(slot_byte_);
+    if (is_v_ && ++tile_ % kTilesPerSplit == 0) load_block_ids();
+    is_v_ = !is_v_;
+  }
+
+ private:
+  // Lane i keeps the ids of blocks i and 32 + i of the split: 64 blocks of the smallest size are a split.
+  __device__ __forceinline__ void load_block_ids() {
+    const int first = tile_ / kTilesPerSplit * kSplitKeys >> item_.p.block_shift;
+    const int lane = thread_index() & 31;
+    ids_low_ = block_id(first, lane);
+    ids_high_ = block_id(first, lane + 32);
+  }
+  __device__ __forceinline__ int block_id(int first, int index) const {
+    const int shift = item_.p.block_shift, block = first + index;
+    const bool is_needed =
+        index < kSplitKeys >> shift && block << shift < end_key_ && (block + 1) << shift > first_visible_;
+    return is_needed ? item_.p.block_table[static_cast<int64_t>(item_.work().seq) * item_.p.block_table_stride + block]
+                     : 0;
+  }
+
+  const ItemContext& item_;
+  int first_visible_, end_key_, tile_, slot_byte_;
+  int ids_low_, ids_high_;
+  bool is_v_;
+};
+
+}  // namespace pagedllm

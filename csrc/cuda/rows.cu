@@ -1,0 +1,71 @@
+// A thread moves 16 bytes; rows are the grid's x, pieces of a row its y.
+#include "cuda/elementwise.cuh"
+#include "cuda/rows.h"
+
+namespace pagedllm {
+
+constexpr int kRowThreads = 256;
+
+__device__ __forceinline__ float activate(float x, int activation) {
+  if (activation == 1) return x / (1.f + expf(-x));
+  if (activation == 2) return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kRowThreads)
+    gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
+  using V = Vector<T>;
+  const int64_t row = blockIdx.x;
+  const int i = static_cast<int>(blockIdx.y * kRowThreads + threadIdx.x) * V::kSize;
+  if (i >= p.width) return;
+  V gate = V::load(static_cast<const T*>(p.gate) + row * p.gate_stride + i);
+  const V up = V::load(static_cast<const T*>(p.up) + row * p.up_stride + i);
+#pragma unroll
+  for (int e = 0; e < V::kSize; ++e)
+    gate.elements[e] = from_float<T>(activate(to_float(gate.elements[e]), p.activation) * to_float(up.elements[e]));
+  gate.store(static_cast<T*>(p.out) + row * p.out_stride + i);
+}
+
+__global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(const __grid_constant__ GatherRowsParams p) {
+  const int64_t row = blockIdx.x, source = p.indices[row];
+  const int i = static_cast<int>(blockIdx.y * kRowThreads + threadIdx.x) * 16;
+  if (i >= p.row_bytes) return;
+  const char* from = static_cast<const char*>(p.x) + source * p.x_stride + i;
+  *reinterpret_cast<uint4*>(static_cast<char*>(p.out) + row * p.out_stride + i) = *reinterpret_cast<const uint4*>(from);
+}
+
+__global__ void __launch_bounds__(kRowThreads) copy_blocks_kernel(const __grid_constant__ CopyBlocksParams p) {
+  const int64_t from = p.pairs[2 * blockIdx.x], to = p.pairs[2 * blockIdx.x + 1];
+  char* cache = static_cast<char*>(blockIdx.z == 0 ? p.k_cache : p.v_cache);
+  const int64_t stride = blockIdx.z == 0 ? p.k_stride : p.v_stride;
+  const int i = static_cast<int>(blockIdx.y * kRowThreads + threadIdx.x) * 16;
+  if (i >= p.block_bytes) return;
+  *reinterpret_cast<uint4*>(cache + to * stride + i) = *reinterpret_cast<const uint4*>(cache + from * stride + i);
+}
+
+int pieces(int64_t bytes) { return static_cast<int>((bytes + 16 * kRowThreads - 1) / (16 * kRowThreads)); }
+
+int gated_activation(const GatedActivationParams& p, void* stream) {
+  if (p.num_rows == 0) return 0;
+  return dispatch_type(p.type, [&](auto element) {
+    using T = decltype(element);
+    return launch(gated_activation_kernel<T>,
+                  grid_of(p.num_rows, pieces(int64_t{p.width} * static_cast<int>(sizeof(T)))), dim3(kRowThreads), 0,
+                  stream, p);
+  });
+}
+
+int gather_rows(const GatherRowsParams& p, void* stream) {
+  if (p.num_rows == 0) return 0;
+  return launch(gather_rows_kernel, grid_of(p.num_rows, pieces(p.row_bytes)), dim3(kRowThreads), 0, stream, p);
+}
+
+int copy_blocks(const CopyBlocksParams& p, void* stream) {
+  if (p.num_pairs == 0) return 0;
+  dim3 grid_size = grid_of(p.num_pairs, pieces(p.block_bytes));
+  grid_size.z = 2;
+  return launch(copy_blocks_kernel, grid_size, dim3(kRowThreads), 0, stream, p);
+}
+
+}  // namespace pagedllm
