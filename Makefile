@@ -54,8 +54,8 @@ check: $(STAMPS)/tools
 clean:
 	rm -rf .venv build demo-output pagedllm.egg-info pagedllm/lib/*.so
 
-$(STAMPS)/torch: scripts/make_venv.sh
-	scripts/make_venv.sh "$(PYTHON)" .venv
+$(STAMPS)/torch: .ci/make_venv.sh
+	.ci/make_venv.sh "$(PYTHON)" .venv
 	mkdir -p $(STAMPS)
 	touch $@
 

@@ -25,6 +25,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,7 +132,8 @@ def is_stale(output: Path, command: list[str]) -> bool:
 
 
 def run(output: Path, command: list[str]) -> None:
-    print(f"building {output}", flush=True)
+    sys.stdout.write(f"building {output}\n")  # at once: several threads tell what they build
+    sys.stdout.flush()
     output.parent.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:

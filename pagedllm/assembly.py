@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedllm.config import EngineConfig
@@ -38,6 +38,7 @@ class Assembly:
     num_blocks: int
     block_size: int
     bytes_per_block: int
+    info: Mapping[str, Any] = field(default_factory=dict)  # what LLM.info tells
 
 
 def assemble(config: EngineConfig) -> Assembly:
@@ -106,4 +107,23 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
+        info=_info(config, runtime),
     )
+
+
+def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "device": "cpu",
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "kernels": runtime.kernels.name,
+        "deterministic": runtime.is_deterministic,
+        "num_threads": runtime.num_threads,
+        "max_model_len": runtime.pool.max_model_len,
+        "max_num_seqs": runtime.max_num_seqs,
+        "max_num_batched_tokens": runtime.max_num_batched_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "block_size": runtime.block_size,
+        "num_blocks": runtime.pool.num_blocks,
+        "kv_cache_bytes": runtime.pool.num_bytes,
+    }

@@ -79,7 +79,8 @@ class Call:
         raise RequestError(first.code, text, index=first.index, field=first.field)
 
     def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
-        """Runs all requests to their end. KeyboardInterrupt is raised again, with `.outputs` and how to reach them."""
+        """Runs all requests to their end. An exception is raised again with `.outputs`, finished ones whole, others
+        partial; KeyboardInterrupt also says how to reach them."""
         waiting: list[Request] | None = list(self._requests.values())
 
         def source(num_in_flight: int) -> list[Request] | None:
@@ -103,14 +104,15 @@ class Call:
                         num_output_tokens += request.num_output_tokens
                         num_cut += request.finish_reason == "length"
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
-        except KeyboardInterrupt as interrupt:
+        except BaseException as error:
             outputs = self.outputs()
-            num_finished = sum(output.finished for output in outputs)
-            interrupt.outputs = outputs  # type: ignore[attr-defined]
-            interrupt.args = (
-                f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
-                "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
-            )
+            error.outputs = outputs  # type: ignore[attr-defined]
+            if isinstance(error, KeyboardInterrupt):
+                num_finished = sum(output.finished for output in outputs)
+                error.args = (
+                    f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
+                    "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
+                )
             raise
         finally:
             bar.close()

@@ -70,6 +70,11 @@ class EngineConfig:
             if self.deterministic is not False:
                 raise _wrong("deterministic", "None or a bool", self.deterministic)
             raise ValueError("deterministic=False is refused on a CPU, where equal tokens cost nothing: leave it None")
+        if self.deterministic and self.kernels == "reference":
+            raise ValueError(
+                "deterministic=True is refused with kernels='reference': torch's products, which it uses, depend on "
+                "the batch; leave it None, or take compiled kernels"
+            )
         if self.revision is not None:
             raise NotSupportedError(f"revision={self.revision!r} is not supported yet: pass a local folder as model")
 

@@ -65,7 +65,7 @@ SAMPLING_HELP = {
     "logprobs": "not supported in files yet",
     "prompt_logprobs": "not supported yet",
     "logit_bias": 'JSON object: {"id": number}',
-    "bad_words": "not supported yet",
+    "bad_words": "text that never comes, with or without a space before it; may be given again",
     "allowed_token_ids": "ids to sample from, no others: 1,2,3",
     "structured_outputs": "not supported yet",
 }

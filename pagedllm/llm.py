@@ -127,7 +127,8 @@ class LLM:
         on_error: "raise": a RequestError before any work if a prompt cannot be run, a BatchError with `.outputs` at
             the end if one failed while running; "return": such prompts have an output with `.error`.
 
-        KeyboardInterrupt is raised again within a step, with `.outputs`: finished ones whole, others partial.
+        KeyboardInterrupt is raised again within a step, with `.outputs`: finished ones whole, others partial. So is any
+        other exception that ends the call, a progress bar's own, say.
         """
         with self._lock:
             return self._call(
@@ -196,6 +197,10 @@ class LLM:
     def vocab_size(self) -> int:
         """Every token id is below it."""
         return self._open().builder.vocab_size
+
+    def info(self) -> dict[str, Any]:
+        """What this engine uses: kernels, dtype, sizes, and whether its tokens are `deterministic`."""
+        return dict(self._open().info)
 
     def reset_prefix_cache(self) -> None:
         """No later prompt will take K and V from an earlier one."""

@@ -7,6 +7,7 @@ to `len(token_ids)`, a few tokens or many at a time.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,8 @@ class Request:
     priority: int = 0  # lower is served first (PRIORITY policy)
     rank: int = 0  # place in the offline plan
     rope_variant: int = 0  # which table of positions its keys are rotated by; fixed at admission
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # bad_words as the tokenizer writes them, with and without a space
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is one of the stops
     extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes
 
     status: RequestStatus = RequestStatus.WAITING

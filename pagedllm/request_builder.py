@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from pagedllm.tokenizer import Tokenizer
 
 
+ANCHOR = "\n"  # merges with no word that follows, so what comes after it is written as inside a text
+MAX_KNOWN_WORDS = 10_000
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """How messages become text; the fields are those of `LLM.chat`."""
@@ -65,6 +69,8 @@ class RequestBuilder:
         self.chat_template = chat_template
         self.notices = notices
         self._token_texts: dict[int, str] = {}
+        self._special_texts: dict[int, str] | None = None
+        self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
         """Token ids of each prompt; plain texts are encoded in one batch."""
@@ -120,6 +126,12 @@ class RequestBuilder:
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
         params.verify_for_model(self.vocab_size, self.max_logprobs)
+        for word in params.bad_words or ():
+            if _first_surrogate(word) is not None:
+                raise RequestError(
+                    "invalid_parameter", f"bad_words must be text that can be encoded, got {word!r}", field="bad_words"
+                )
+        self._tell_of_hidden_stops(params)
 
     def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
         """Raises RequestError if the engine cannot run these ids with these params."""
@@ -162,7 +174,53 @@ class RequestBuilder:
             priority=priority,
             rope_variant=variant,
             extra_keys=(variant,) if variant else (),
+            bad_word_ids=tuple(ids for word in params.bad_words or () for ids in self._bad_word_ids(word)),
+            stop_tokens=self._stop_tokens(params),
         )
+
+    def _bad_word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write the word: with and without a leading space, at the start and inside a text."""
+        known = self._bad_words.get(word)
+        if known is not None:
+            return known
+        bare = word.lstrip(" ")
+        found: dict[tuple[int, ...], None] = {}
+        before = self.tokenizer.encode(ANCHOR, add_special_tokens=False)
+        for form in (bare, " " + bare) if bare else (word,):
+            found[tuple(self.tokenizer.encode(form, add_special_tokens=False))] = None
+            inside = self.tokenizer.encode(ANCHOR + form, add_special_tokens=False)
+            if inside[: len(before)] == before:
+                found[tuple(inside[len(before) :])] = None
+        sequences = tuple(ids for ids in found if ids and max(ids) < self.vocab_size)
+        if len(self._bad_words) >= MAX_KNOWN_WORDS:
+            self._bad_words.clear()
+        self._bad_words[word] = sequences
+        return sequences
+
+    def _stop_tokens(self, params: SamplingParams) -> dict[int, str]:
+        """Special tokens whose text is a stop string, where skip_special_tokens keeps it out of the text."""
+        if not params.stops or not params.skip_special_tokens:
+            return {}
+        return {token_id: text for token_id, text in self._specials().items() if text in params.stops}
+
+    def _specials(self) -> dict[int, str]:
+        """Special tokens as they read where they are shown."""
+        if self._special_texts is None:
+            self._special_texts = {i: self.token_text(i) for i in sorted(self.tokenizer.special_token_ids)}
+        return self._special_texts
+
+    def _tell_of_hidden_stops(self, params: SamplingParams) -> None:
+        """A stop string that has a special token's text inside can never be found where such text is left out."""
+        if not params.stops or not params.skip_special_tokens:
+            return
+        specials = self._specials().values()
+        for stop in params.stops:
+            inside = [text for text in specials if text and text in stop]
+            if inside and stop not in inside:
+                self.notices.tell(
+                    f"stop={stop!r} holds the special token {inside[0]!r}, which skip_special_tokens=True leaves out "
+                    "of the text: pass skip_special_tokens=False, or the token alone"
+                )
 
     def _tell_of_doubled_bos(self, ids: list[int]) -> None:
         bos = self.tokenizer.bos_token_id

@@ -42,6 +42,9 @@ class SamplingParams:
     ignore_eos: only stop, stop_token_ids and lengths end the output.
     logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary.
     logit_bias: {id: number}, clamped to +-100. allowed_token_ids: nothing else is ever sampled.
+    bad_words: never in the output, in the tokens that the tokenizer writes each with, with and without a leading space.
+    logits_processors: callables f(token_ids, logits) -> logits, applied in order, after masks and bias and before
+        penalties. token_ids: the output so far; logits: a [vocab_size] float32 tensor that may be edited in place.
     """
 
     n: int = 1
@@ -118,10 +121,6 @@ class SamplingParams:
         for name in ("prompt_logprobs", "structured_outputs"):
             if getattr(self, name) is not None:
                 raise NotSupportedError(f"{name} is not supported yet: leave it None")
-        if self.bad_words:
-            raise NotSupportedError("bad_words is not supported yet: ban single tokens by logit_bias={id: -100}")
-        if self.logits_processors:
-            raise NotSupportedError("logits_processors is not supported yet: leave it empty")
 
     def _verify_numbers(self) -> None:
         def check(name: str, wanted: str, is_valid: Callable[[Any], bool]) -> None:
@@ -164,6 +163,9 @@ class SamplingParams:
             isinstance(words, (list, tuple)) and all(isinstance(w, str) and w for w in words)
         ):
             raise _invalid("bad_words", "None or a list of str, none of them empty", words)
+        functions = self.logits_processors
+        if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
+            raise _invalid("logits_processors", "None or a list of callables f(token_ids, logits)", functions)
 
     def _verify_tokens(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):

@@ -8,11 +8,21 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gguf_cache(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Conversions go to pytest's cache, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDLLM_CACHE", os.fspath(pytestconfig.cache.mkdir("pagedllm")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ class FakeTokenizer:
 
     bos_token_id: int | None = BOS
     eos_token_ids = (EOS, END)
+    special_token_ids = frozenset((BOS, EOS, END))
     vocab_size = VOCAB_SIZE
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

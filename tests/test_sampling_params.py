@@ -83,6 +83,13 @@ def test_defaults_are_neutral_and_max_tokens_256():
         ("logit_bias", {5: math.nan}, "logit_bias must be a dict of int id to number, got {5: nan}"),
         ("allowed_token_ids", [], "allowed_token_ids must be None or a non-empty list of ints, got []"),
         ("bad_words", [""], "bad_words must be None or a list of str, none of them empty, got ['']"),
+        ("bad_words", "word", "bad_words must be None or a list of str, none of them empty, got 'word'"),
+        (
+            "logits_processors",
+            [1],
+            "logits_processors must be None or a list of callables f(token_ids, logits), got [1]",
+        ),
+        ("logits_processors", len, "logits_processors must be None or a list of callables f(token_ids, logits), got <"),
         ("n", 0, "n must be an int >= 1, got 0"),
     ],
 )
@@ -115,6 +122,8 @@ def test_a_wrong_value_is_refused_by_field_and_value(field, value, text):
         ("logprobs", 0),
         ("logit_bias", {5: -math.inf}),
         ("logit_bias", {}),
+        ("bad_words", ["x", " y"]),
+        ("logits_processors", [max]),
     ],
 )
 def test_accepted_values(field, value):
@@ -127,8 +136,6 @@ def test_accepted_values(field, value):
         ("n", 2),
         ("prompt_logprobs", 1),
         ("structured_outputs", {"choice": ["a"]}),
-        ("bad_words", ["x"]),
-        ("logits_processors", [lambda token_ids, logits: logits]),
     ],
 )
 def test_what_comes_later_is_refused_by_name(field, value):

@@ -33,10 +33,28 @@ SIZES = {
     "pad_token_id": None,
     "initializer_range": 0.3,
 }
+ORIGINAL_LENGTH = 100  # of the ropes that stretch
+ROPES: dict[str, tuple[int, dict[str, Any]]] = {  # max_position_embeddings, rope parameters
+    "linear": (ORIGINAL_LENGTH, {}),
+    "dynamic": (ORIGINAL_LENGTH, {}),
+    "yarn": (4 * ORIGINAL_LENGTH, {"original_max_position_embeddings": ORIGINAL_LENGTH}),
+    "llama3": (
+        4 * ORIGINAL_LENGTH,
+        {"original_max_position_embeddings": ORIGINAL_LENGTH, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+    "longrope": (
+        4 * ORIGINAL_LENGTH,
+        {
+            "original_max_position_embeddings": ORIGINAL_LENGTH,
+            "short_factor": [1.0 + i / 32 for i in range(16)],
+            "long_factor": [1.0 + i / 4 for i in range(16)],
+        },
+    ),
+}
 
 
 def transformers_config(kind: str) -> Any:
-    """kind: "llama" (full attention), "qwen3" (q/k norm), "gemma3" (windows, two ropes, softcaps), or a rope kind."""
+    """kind: "llama" (full attention), "qwen3" (q/k norm), "gemma3" (windows, two ropes, softcaps), or one of ROPES."""
     import transformers
 
     if kind == "llama":
@@ -52,10 +70,11 @@ def transformers_config(kind: str) -> Any:
             attn_logit_softcapping=20.0,
             final_logit_softcapping=15.0,
         )
-    if kind == "dynamic":
-        sizes = {**SIZES, "max_position_embeddings": 128}
+    if kind in ROPES:
+        max_position, parameters = ROPES[kind]
+        sizes = {**SIZES, "max_position_embeddings": max_position}
         return transformers.LlamaConfig(
-            **sizes, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+            **sizes, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}
         )
     raise ValueError(f"unknown kind {kind!r}")
 

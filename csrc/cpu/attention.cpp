@@ -136,23 +136,28 @@ class Worker {
     while (first < last && lowest_[last - 1] >= tile_end) --last;
     if (first == last) return;
     keys_.locate(blocks_of(*task_.item), task_.kv_head, tile, tile_end);
-    for (int groups = (last - first + kRows - 1) / kRows; groups > 0; --groups) {
-      const int count = (last - first + groups - 1) / groups;  // groups of about the same size
-      run_group(first, count, tile, tile_end);
-      first += count;
+    // Rows that see the same keys of the tile go together, and no others: a key that a row must not see gets the weight
+    // 0, and if its V were NaN, 0 * NaN would be NaN.
+    while (first < last) {
+      const int begin = std::max(lowest_[first], tile), end = std::min(end_[first], tile_end);
+      int stop = first + 1;
+      while (stop < last && std::max(lowest_[stop], tile) == begin && std::min(end_[stop], tile_end) == end) ++stop;
+      for (int groups = (stop - first + kRows - 1) / kRows; groups > 0; --groups) {
+        const int count = (stop - first + groups - 1) / groups;  // groups of about the same size
+        run_group(first, count, begin - tile, end - tile);
+        first += count;
+      }
     }
   }
 
-  // A few rows against the keys of the tile that any of them sees.
-  void run_group(int first, int count, int tile, int tile_end) {
-    const int begin = std::max(lowest_[first] - tile, 0);
-    const int end = std::min(end_[first + count - 1], tile_end) - tile;
+  // A few rows against keys begin .. end of the tile, all of which they see.
+  void run_group(int first, int count, int begin, int end) {
     const int first_vector = begin / 16, end_vector = (end + 15) / 16;
     score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
           p_.head_dim / Step<T>::kElements, scores_ + 16 * first_vector, lines_);
     float decay[kRows];
     for (int r = 0; r < count; ++r) {
-      decay[r] = weigh(first + r, scores_ + r * kKeyTile, weights_ + r * kKeyTile, tile, first_vector, end_vector);
+      decay[r] = weigh(first + r, scores_ + r * kKeyTile, weights_ + r * kKeyTile, begin, end);
     }
     Run<T> runs[KeyTile<T>::kMaxRuns];
     const int num_runs = keys_.cut_runs(begin, end, runs);
@@ -160,17 +165,17 @@ class Worker {
   }
 
   // Scores of a row become weights exp(score - max); returns what earlier weights are to be multiplied by.
-  float weigh(int row, const float* scores, T* weights, int tile, int first_vector, int end_vector) {
+  float weigh(int row, const float* scores, T* weights, int begin, int end) {
+    const int first_vector = begin / 16, end_vector = (end + 15) / 16;
     f32x16 s[kVectors];
     const f32x16 none = f32x16::broadcast(-kInfinity);
     f32x16 max = none;
-    const int begin = lowest_[row] - tile, end = end_[row] - tile;  // of the keys that the row sees
     for (int v = first_vector; v < end_vector; ++v) {
       s[v] = load(scores + 16 * v) * f32x16::broadcast(p_.scale);
       if (p_.softcap > 0.0f) {
         s[v] = f32x16::broadcast(p_.softcap) * tanh(s[v] / f32x16::broadcast(p_.softcap));
       }
-      if (end < 16 * (v + 1)) s[v] = select_first(std::max(end - 16 * v, 0), s[v], none);
+      if (end < 16 * (v + 1)) s[v] = select_first(end - 16 * v, s[v], none);
       if (begin > 16 * v) s[v] = select_first(begin - 16 * v, none, s[v]);
       max = pagedllm::max(max, s[v]);
     }
@@ -238,7 +243,7 @@ class Worker {
       const f32x16 scale = f32x16::broadcast(factor / sum);
       T* out = p_.out + row_offset(r, p_.out_stride);
       for (int d = 0; d < p_.head_dim; d += 16) {
-        // + 0: the sign of a sum that is zero may depend on how many zeros were added to it
+        // + 0: a sum of -0 is 0 where a split without keys was folded before it
         store(out + d, load(total_values_ + r * p_.head_dim + d) * scale + f32x16::zero());
       }
     }

@@ -40,6 +40,9 @@ class OutputProcessor:
             self._end_by_token(request, ends, token_id)
             return True
         if ends.stop_strings is not None:
+            if has_enough and token_id in request.stop_tokens:
+                self._end_by_stop_token(request, ends.stop_strings, request.stop_tokens[token_id])
+                return True
             stop = ends.stop_strings.push(token_id, has_enough)
             if stop is not None:
                 self._set_end(request, "stop", stop, ends.stop_strings.text)
@@ -81,6 +84,15 @@ class OutputProcessor:
             stop = finder.push(token_id, is_tested=True)
         stop = stop or finder.finish(is_tested=True)  # text that was held back may hold a stop string, which came first
         self._set_end(request, "stop", token_id if stop is None else stop, finder.text)
+
+    def _end_by_stop_token(self, request: Request, finder: StopStringFinder, stop: str) -> None:
+        """A stop string that is a special token's text, which the text itself leaves out."""
+        earlier = finder.finish(is_tested=True)
+        if earlier is not None:
+            self._set_end(request, "stop", earlier, finder.text)
+        else:
+            shown = stop if request.sampling_params.include_stop_str_in_output else ""
+            self._set_end(request, "stop", stop, finder.text + shown)
 
     def _end_by_length(self, request: Request, ends: _Ends) -> None:
         finder = ends.stop_strings

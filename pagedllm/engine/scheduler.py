@@ -23,6 +23,7 @@ from pagedllm.request import Request, RequestStatus, TokenLogprobs
 
 AppendToken = Callable[[Request, int, "TokenLogprobs | None"], bool]  # True: the request ended with this token
 NUM_DUMPED = 8
+NON_FINITE_ADVICE = "the model's weights may be damaged, or overflow in this dtype; try dtype='float32'"
 
 
 class Scheduler:
@@ -197,6 +198,7 @@ class Scheduler:
                     request.seed,
                     request.eos_token_ids,
                     request.rope_variant,
+                    bad_word_ids=request.bad_word_ids,
                 ),
             )
         return budget
@@ -272,8 +274,9 @@ class Scheduler:
                 self._preempt(dependant)
             if error is None:
                 self.kv_cache.forget(request)
-                text = f"the logits after token {len(request.token_ids)} hold NaN or infinity"
-                error = RequestError("non_finite_logits", text, index=request.prompt_index)
+                text = f"the logits after token {len(request.token_ids)} hold NaN or infinity: {NON_FINITE_ADVICE}"
+                error = RequestError("non_finite_logits", text)
+            error.index = request.prompt_index
             self.fail(request, error)
 
     # Shared by both

@@ -26,6 +26,7 @@ class NewRequestData:
     eos_token_ids: tuple[int, ...] = ()
     rope_variant: int = 0
     adapter_id: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 us: one per running request and step

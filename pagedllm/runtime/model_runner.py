@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagedllm.errors import RequestError
 from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
@@ -63,7 +64,7 @@ class ModelRunner:
                 return ModelRunnerOutput((), ())
             batch = build_forward_batch(plan, self.rows, self.block_size)
             logits = self.forward(batch)
-            return self._sample(batch, logits)
+            return self._sample(plan, batch, logits)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
@@ -105,12 +106,13 @@ class ModelRunner:
             for layer in self.kv_cache.layers:
                 self.backend.copy_blocks(layer, tensor)
 
-    def _sample(self, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
+    def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
         """One token for each sequence whose last token was computed; the runner's rows take it up."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
+        errors: dict[str, RequestError] = {}
         if len(batch.logits_indices):
             sequences = batch.logits_sequences
             rows = batch.rows[sequences]
@@ -120,8 +122,9 @@ class ModelRunner:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
                     logprobs[seq] = () if entry is None else (entry,)
+            errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
             self._keep(batch, output, sampled, is_finite)
-        return ModelRunnerOutput(sampled, is_finite, logprobs)
+        return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
     def _keep(
         self, batch: ForwardBatch, output: SamplerOutput, sampled: list[tuple[int, ...]], is_finite: list[bool]

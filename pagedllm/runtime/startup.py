@@ -61,6 +61,11 @@ class Runtime:
         """The rotation table of a request; num_total_tokens: prompt + max_tokens, None without a limit."""
         return self.rope_tables.variant(num_total_tokens)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token depends on nothing but its request. The readable twins use torch's products: they do not."""
+        return self.kernels.path is not None
+
     def close(self) -> None:
         self.runner.close()
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedllm.engine.scheduler_output import NewRequestData
-from pagedllm.sampling.processors import MaskProcessor, PenaltyCounts, make_mask_processors
+from pagedllm.sampling.processors import MaskProcessor, PenaltyCounts, UserProcessors, make_mask_processors
 from pagedllm.sampling_params import MAX_LOGIT_BIAS
 
 
@@ -26,6 +26,7 @@ class SamplingRows:
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.masks: dict[int, tuple[MaskProcessor, ...]] = {}  # by row, only rows that have any
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # ids, values
+        self.user: dict[int, UserProcessors] = {}
         self.counts: dict[int, PenaltyCounts] = {}
 
     def set(self, row: int, request: NewRequestData, token_ids: NDArray[np.int32]) -> None:
@@ -39,15 +40,18 @@ class SamplingRows:
         self.seed[row] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         if params.logprobs is not None:
             self.num_logprobs[row] = self.vocab_size if params.logprobs == -1 else min(params.logprobs, self.vocab_size)
+        output: list[int] = token_ids[request.num_prompt_tokens :].tolist()
         masks = make_mask_processors(request, self.vocab_size)
         if masks:
             for mask in masks:
-                for token_id in token_ids[request.num_prompt_tokens :].tolist():
+                for token_id in output:
                     mask.accept(token_id)
             self.masks[row] = masks
         if params.logit_bias:
             values = np.clip(np.fromiter(params.logit_bias.values(), np.float32), -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
             self.bias[row] = (np.fromiter(params.logit_bias, np.int32), values)
+        if params.logits_processors:
+            self.user[row] = UserProcessors(params.logits_processors, output)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if penalties != (1.0, 0.0, 0.0):
             self.penalties[row] = penalties
@@ -57,15 +61,18 @@ class SamplingRows:
         self.num_logprobs[row] = -1
         self.masks.pop(row, None)
         self.bias.pop(row, None)
+        self.user.pop(row, None)
         self.counts.pop(row, None)
 
     def accept(self, row: int, token_id: int) -> None:
-        """Tells the row's masks and penalties of a token that was sampled."""
+        """Tells the row's masks, callables and penalties of a token that was sampled."""
         for mask in self.masks.get(row, ()):
             mask.accept(token_id)
+        if row in self.user:
+            self.user[row].accept(token_id)
         if row in self.counts:
             self.counts[row].add(token_id)
 
     @property
     def has_stateful_rows(self) -> bool:
-        return bool(self.masks or self.counts)
+        return bool(self.masks or self.user or self.counts)

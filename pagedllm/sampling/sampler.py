@@ -1,33 +1,37 @@
 """Sampler: logits in, one token a row out, with logprobs where asked for. Rows never influence each other.
 
-Order (SURFACE): raw logprobs, masks, bias, penalties, temperature, min_p, top_k, top_p, draw. The raw logits of rows
-that want logprobs are kept aside only if something edits logits in this step.
+Order (SURFACE): raw logprobs, masks, bias, user callables, penalties, temperature, min_p, top_k, top_p, draw. The raw
+logits of rows that want logprobs are kept aside only if something edits logits in this step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedllm.errors import RequestError
 from pagedllm.ops.sampling import process_logits, sample, top_logprobs
 from pagedllm.request import TokenLogprobs
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.processors import mask_width
+from pagedllm.sampling.processors import token_words
 
 NO_PENALTIES = (1.0, 0.0, 0.0)
+NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+NOTHING = (None,) * 4
 EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_VALUES = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    token_ids: list[int]  # [R]; -1 where the logits were not finite
+    token_ids: list[int]  # [R]; -1 where the logits were not finite, and where there is an error
     logprobs: list[TokenLogprobs | None] | None  # [R], or None where nobody asked
+    errors: dict[int, RequestError] = field(default_factory=dict)  # by place in R: a callable raised, say
 
 
 class Sampler:
@@ -35,28 +39,55 @@ class Sampler:
         self.namespace = namespace
         self.vocab_size = vocab_size
         self.rows = rows
+        self._all_tokens = token_words(range(vocab_size), vocab_size)
 
     def sample(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> SamplerOutput:
         """logits [R, vocab_size] float32, may be edited; rows [R] persistent rows; output_positions [R] of the tokens
         to draw. The caller tells `SamplingRows.accept` which tokens it keeps."""
         num_logprobs = self.rows.num_logprobs[rows]
         wants_logprobs = np.flatnonzero(num_logprobs >= 0)
-        edits = self._edits(rows.tolist())
+        row_list: list[int] = rows.tolist()
+        errors: dict[int, RequestError] = {}
+        edits = self._edits(row_list, errors)
+        has_user = bool(self.rows.user) and not self.rows.user.keys().isdisjoint(row_list)
         raw: Tensor | None = None
         if len(wants_logprobs):
             raw = logits if len(wants_logprobs) == len(rows) else logits[torch.from_numpy(wants_logprobs)]
-            if edits is not None and raw is logits:
+            if raw is logits and (edits is not None or has_user):
                 raw = logits.clone()
-        if edits is not None:
+        if has_user:
+            self._edit_around_users(logits, row_list, edits, errors)
+        elif edits is not None:
             process_logits(self.namespace, logits, *edits)
         token_ids = self._draw(logits, rows, output_positions)
+        token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
         if raw is not None:
             logprobs = [None] * len(rows)
             found = self._logprobs(raw, token_ids[torch.from_numpy(wants_logprobs)], num_logprobs[wants_logprobs])
             for i, entry in zip(wants_logprobs.tolist(), found, strict=True):
                 logprobs[i] = entry
-        return SamplerOutput(token_ids.tolist(), logprobs)
+        return SamplerOutput(token_ids.tolist(), logprobs, errors)
+
+    def _edit_around_users(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        edits: tuple[Tensor | None, ...] | None,
+        errors: dict[int, RequestError],
+    ) -> None:
+        """Masks and bias, then each row's own callables, then penalties."""
+        if edits is not None:
+            process_logits(self.namespace, logits, *(*edits[:4], *NOTHING))
+        for i, row in enumerate(rows):
+            processors = self.rows.user.get(row)
+            if processors is not None and i not in errors:
+                try:
+                    processors.apply(logits[i])
+                except RequestError as error:
+                    errors[i] = error.with_traceback(None)
+        if edits is not None:
+            process_logits(self.namespace, logits, *(*NOTHING, *edits[4:]))
 
     def _draw(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> Tensor:
         counter = np.zeros((len(rows), 2), np.int32)  # sample index, output position
@@ -73,15 +104,18 @@ class Sampler:
         sample(self.namespace, token_ids, logits, temperature, top_k, top_p, min_p, seed, place)
         return token_ids
 
-    def _edits(self, rows: Sequence[int]) -> tuple[Tensor | None, ...] | None:
-        """The arguments of process_logits after the logits; None where no row has any."""
+    def _edits(self, rows: Sequence[int], errors: dict[int, RequestError]) -> tuple[Tensor | None, ...] | None:
+        """The arguments of process_logits after the logits, four for masks and bias, four for penalties; None where no
+        row has any. A row whose masks leave no token is an error."""
         state = self.rows
         bitmask = bias = penalties = None
         if state.masks and not state.masks.keys().isdisjoint(rows):
-            words = np.full((len(rows), mask_width(self.vocab_size)), -1, np.int32)
+            words = np.tile(self._all_tokens, (len(rows), 1))
             for i, row in enumerate(rows):
                 for mask in state.masks.get(row, ()):
                     mask.fill(words[i])
+                if not words[i].any():
+                    errors[i] = RequestError("invalid_parameter", NO_TOKEN_LEFT)
             bitmask = torch.from_numpy(words)
         if state.bias and not state.bias.keys().isdisjoint(rows):
             bias = _ragged(rows, state.bias.get, EMPTY_VALUES)

@@ -1,7 +1,8 @@
 """The differential matrix: whatever the engine's settings, a request gets the same tokens, text, logprobs and usage.
 
-Settings are chosen to cover every pair of values; the slow run draws full settings at random. The first setting of a
-model (roomy, no cache, one request at a time) is the reference of the others.
+For each kind of attention settings are chosen to cover every pair of values, for the other models to cover every value;
+the slow runs draw full settings at random, and meet the demo model. The first setting of a model (roomy, no cache, one
+request at a time) is the reference of the others.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedllm import LLM, SamplingParams
-from tests.tiny import save_tiny_model
+from tests.tiny import ROPES, save_tiny_model
+
+PAIRWISE = [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16")]
+KINDS = ("llama", "qwen3", "gemma3", *ROPES)
+OTHERS = [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16") if (kind, dtype) not in PAIRWISE]
 
 AXES: dict[str, tuple[Any, ...]] = {
     "pool": ("roomy", "starved"),
@@ -39,13 +45,23 @@ PROMPTS = [
     SHARED,
     "the lazy dog",
 ]
+
+
+def downhill(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A user's callable that depends on the output so far."""
+    logits[sum(token_ids) % len(logits)] += 5
+    return logits - torch.arange(len(logits)) * 0.001
+
+
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, bad_words=["e", "the", "fox jumps"]),
     SamplingParams(temperature=1.0, seed=1, max_tokens=80, min_tokens=60, logprobs=0),
     SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=60),
     SamplingParams(temperature=0, max_tokens=50, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=1),
-    SamplingParams(temperature=1.2, min_p=0.02, seed=3, min_tokens=40, max_tokens=70),
+    SamplingParams(
+        temperature=1.2, min_p=0.02, seed=3, min_tokens=40, max_tokens=70, logits_processors=[downhill], logprobs=1
+    ),
     SamplingParams(temperature=0, max_tokens=30, stop=["e", "the"], presence_penalty=0.3),
     SamplingParams(temperature=0.7, seed=4, max_tokens=90, logit_bias={5: 2.0}, stop_token_ids=[7, 8]),
 ]
@@ -59,7 +75,7 @@ class Answer:
     stop_reason: str | int | None
     num_prompt_tokens: int
     cumulative_logprob: float | None
-    logprobs: bytes
+    logprobs: str  # of every position, floats as they are
 
 
 def pairwise_settings() -> list[dict[str, Any]]:
@@ -73,6 +89,12 @@ def pairwise_settings() -> list[dict[str, Any]]:
         uncovered.difference_update(combinations(best.items(), 2))
         chosen.append(best)
     return chosen
+
+
+def covering_settings() -> list[dict[str, Any]]:
+    """Every value of every axis in some setting."""
+    number = max(map(len, AXES.values()))
+    return [{name: values[i % len(values)] for name, values in AXES.items()} for i in range(1, number)]
 
 
 def preempting_settings() -> list[dict[str, Any]]:
@@ -115,7 +137,7 @@ def answers(llm: LLM, arrangement: str) -> list[Answer]:
             stop_reason=o.outputs[0].stop_reason,
             num_prompt_tokens=len(o.prompt_token_ids),
             cumulative_logprob=o.outputs[0].cumulative_logprob,
-            logprobs=repr(o.outputs[0].logprobs).encode(),
+            logprobs=repr(list(o.outputs[0].logprobs or ())),
         )
         for o in outputs
     ]
@@ -133,7 +155,7 @@ def run_setting(folder: Path, dtype: str, setting: dict[str, Any]) -> tuple[list
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: save_tiny_model(root / kind, kind) for kind in ("llama", "qwen3", "gemma3", "dynamic")}
+    return {kind: save_tiny_model(root / kind, kind) for kind in KINDS}
 
 
 def random_settings(seed: int, number: int) -> Iterator[dict[str, Any]]:
@@ -142,30 +164,87 @@ def random_settings(seed: int, number: int) -> Iterator[dict[str, Any]]:
         yield {name: rng.choice(values) for name, values in AXES.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("llama", "float32"),
-        ("llama", "bfloat16"),
-        ("qwen3", "bfloat16"),
-        ("gemma3", "bfloat16"),
-        ("dynamic", "float32"),
-    ],
-)
-def test_settings_change_nothing(folders: dict[str, Path], kind: str, dtype: str) -> None:
-    reference, _ = run_setting(folders[kind], dtype, REFERENCE)
+def check_settings(
+    folder: Path, dtype: str, settings: list[dict[str, Any]], preempting: list[dict[str, Any]]
+) -> list[Answer]:
+    reference, _ = run_setting(folder, dtype, REFERENCE)
     assert len({a.text for a in reference}) == len(reference)
-    for setting in pairwise_settings():
-        found, _ = run_setting(folders[kind], dtype, setting)
+    for setting in settings:
+        found, _ = run_setting(folder, dtype, setting)
         assert found == reference, f"differs under {setting}"
-    for setting in preempting_settings():
-        found, num_preemptions = run_setting(folders[kind], dtype, setting)
+    for setting in preempting:
+        found, num_preemptions = run_setting(folder, dtype, setting)
         assert found == reference, f"differs under {setting}"
         assert num_preemptions > 0, f"no preemption under {setting}: this test proves less than it says"
+    return reference
+
+
+@pytest.mark.parametrize(("kind", "dtype"), PAIRWISE)
+def test_no_pair_of_settings_changes_anything(folders: dict[str, Path], kind: str, dtype: str) -> None:
+    check_settings(folders[kind], dtype, pairwise_settings(), preempting_settings())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), OTHERS)
+def test_no_setting_changes_anything(folders: dict[str, Path], kind: str, dtype: str) -> None:
+    check_settings(folders[kind], dtype, covering_settings(), preempting_settings()[:1])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_requests_of_the_matrix_meet_both_tables_of_a_rope_that_changes(folders: dict[str, Path], kind: str) -> None:
+    with make_llm(folders[kind], "float32", REFERENCE, roomy_bytes=1 << 20) as llm:
+        builder = llm._assembly.builder
+        totals = [
+            len(builder.tokenizer.encode(prompt)) + params.max_tokens
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        assert {builder.rope_variant(total) for total in totals} == {0, 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "dynamic"])
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_setting_changes_anything_on_the_demo_model(demo_safetensors: Path, dtype: str) -> None:
+    def run(num_blocks: int, order: list[int], **fields: Any) -> tuple[dict[int, tuple[Any, ...]], int]:
+        block_size = fields.get("block_size", 16)
+        bytes_per_block = block_size * 30 * 2 * 3 * 64 * (4 if dtype == "float32" else 2)
+        found = {}
+        with LLM(
+            str(demo_safetensors),
+            dtype=dtype,
+            max_model_len=256,
+            kv_cache_memory_bytes=num_blocks * bytes_per_block,
+            **fields,
+        ) as llm:
+            for part in [order] if fields else [[i] for i in order]:
+                for i, output in zip(
+                    part,
+                    llm.generate([PROMPTS[i] for i in part], [PARAMS[i] for i in part], use_tqdm=False),
+                    strict=True,
+                ):
+                    completion = output.outputs[0]
+                    found[i] = (
+                        completion.text,
+                        completion.token_ids,
+                        completion.stop_reason,
+                        repr(list(completion.logprobs or ())),
+                    )
+            return found, llm.stats.num_preemptions
+
+    order = list(range(len(PROMPTS)))
+    reference, _ = run(160, order)
+    for num_blocks, places, fields in (
+        (160, order, {"max_num_batched_tokens": 512}),
+        (160, order[::-1], {"max_num_batched_tokens": 33, "num_threads": 1, "enable_prefix_caching": False}),
+        (40, order, {"block_size": 64, "max_num_seqs": 3}),
+    ):
+        assert run(num_blocks, places, **fields)[0] == reference, f"differs under {fields}"
+    found, num_preemptions = run(16, order, enable_prefix_caching=True)
+    assert found == reference
+    assert num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_settings_change_nothing(folders: dict[str, Path], kind: str, dtype: str) -> None:
     reference, _ = run_setting(folders[kind], dtype, REFERENCE)

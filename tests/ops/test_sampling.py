@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagedllm.ops.library import load_kernels
 from pagedllm.ops.sampling import EXP2_COEFFICIENTS, exp2_weight, process_logits, random_bits, sample, top_logprobs
-from tests.ops.isa import run_on_every_instruction_set
 
 NAMESPACE = load_kernels().namespace
 
@@ -274,7 +273,7 @@ def test_logprobs_have_the_same_bits_alone_and_in_a_batch() -> None:
         assert all(torch.equal(x[row : row + 1], y) for x, y in zip(batch, alone, strict=True))
 
 
-# ---- refusals, registration, instruction sets
+# ---- refusals, registration
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
@@ -312,7 +311,3 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.top_logprobs.default, (*out, logits, ids), test_utils=checks)
     mask = torch.full((n, 2), -1, dtype=torch.int32)
     torch.library.opcheck(ops.process_logits.default, (logits.clone(), mask, *(None,) * 7), test_utils=checks)
-
-
-def test_every_instruction_set_passes_these_tests() -> None:
-    run_on_every_instruction_set(__file__)

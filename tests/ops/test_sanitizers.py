@@ -63,7 +63,7 @@ def test_kernels_stay_within_their_tensors(sanitized_copy: Path, name: str) -> N
         "tests/ops",
     ]  # -s: the report
     run(
-        [*command, "-k", "not opcheck and not libraries_that_do_not_fit"],
+        [*command, "-k", "not opcheck and not libraries_that_do_not_fit and not test_build"],
         sanitized_copy,
         LD_PRELOAD=":".join(libraries),
         ASAN_OPTIONS="detect_leaks=0",  # the interpreter's own
