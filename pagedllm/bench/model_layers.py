@@ -19,7 +19,9 @@ from pagedllm.model.host_memory import HostMemory
 from pagedllm.model.layers import linear_shapes
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear, LinearShape, PackedFormat
 
-COPIES_BYTES = 64 << 20  # of weights a product is timed over, so that no cache holds them from one call to the next
+COPIES_BYTES = (
+    256 << 20
+)  # of weights or keys a kernel is timed over, so that no cache holds them from one call to the next
 MAX_NUM_COPIES = 64  # a toy's weights stay in the cache whatever one does
 
 
@@ -27,6 +29,11 @@ def layer_shapes(config: ModelConfig) -> dict[str, LinearShape]:
     """A layer's products, in order."""
     output, gate_up, down = linear_shapes(config)
     return {"qkv": qkv_shape(config), "output": output, "gate_up": gate_up, "down": down}
+
+
+def num_copies(num_bytes: int) -> int:
+    """Of something of num_bytes that a real step would find in memory, not in a cache."""
+    return max(1, min(MAX_NUM_COPIES, COPIES_BYTES // num_bytes))
 
 
 def num_weights(shape: LinearShape) -> int:
@@ -61,13 +68,13 @@ class TimedLinear:
         epilogue: Epilogue,
         dtype: torch.dtype,
         namespace: str,
-        num_copies: int,
+        copies: int,
         out: torch.dtype,
     ) -> None:
         """out: the type of the results; the LM head's are float32."""
         weight_format = PackedFormat(dtype)
-        self._memory = HostMemory(num_copies * Linear.num_bytes(shape, weight_format))
-        self._copies = [Linear(shape, weight_format, self._memory) for _ in range(num_copies)]
+        self._memory = HostMemory(copies * Linear.num_bytes(shape, weight_format))
+        self._copies = [Linear(shape, weight_format, self._memory) for _ in range(copies)]
         self._copies[0].weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
         for copy in self._copies[1:]:
             copy.weight.copy_(self._copies[0].weight)
@@ -113,17 +120,19 @@ def time_rounds(run: Callable[[], object], at_least: float) -> float:
 
 
 def make_layer_linears(config: ModelConfig, dtype: torch.dtype, namespace: str) -> dict[str, TimedLinear]:
-    """Each product of a layer, in copies that fill COPIES_BYTES or are MAX_NUM_COPIES."""
+    """Each product of a layer, in `num_copies` copies."""
     linears = {}
     for name, shape in layer_shapes(config).items():
         epilogue = Epilogue(config.activation) if shape.is_gated else NO_EPILOGUE
-        num_copies = max(1, min(MAX_NUM_COPIES, COPIES_BYTES // PackedFormat(dtype).num_bytes(shape)))
-        linears[name] = TimedLinear(shape, epilogue, dtype, namespace, num_copies, dtype)
+        copies = num_copies(PackedFormat(dtype).num_bytes(shape))
+        linears[name] = TimedLinear(shape, epilogue, dtype, namespace, copies, dtype)
     return linears
 
 
 def make_head(config: ModelConfig, dtype: torch.dtype, namespace: str) -> TimedLinear:
-    return TimedLinear(vocabulary_shape(config), NO_EPILOGUE, dtype, namespace, 1, torch.float32)
+    shape = vocabulary_shape(config)
+    copies = num_copies(PackedFormat(dtype).num_bytes(shape))
+    return TimedLinear(shape, NO_EPILOGUE, dtype, namespace, copies, torch.float32)
 
 
 def linear_flops_rate(linears: dict[str, TimedLinear], num_rows: int, at_least: float) -> float:
@@ -138,5 +147,6 @@ def read_bandwidth(buffer: Tensor) -> float:
 
 
 def bandwidth_buffer() -> Tensor:
-    """270 MB, several times any cache; int64, which torch reads fastest."""
-    return torch.ones(270_000_000 // 8, dtype=torch.int64, device="cpu")
+    """270 MB, several times any cache, in huge pages as the weights are; int64, which torch reads fastest."""
+    num_elements = 270_000_000 // 8
+    return HostMemory(num_elements * 8).take((num_elements,), torch.int64).fill_(1)
