@@ -38,6 +38,7 @@ class Assembly:
     num_blocks: int
     block_size: int
     bytes_per_block: int
+    numerics: Mapping[str, str]  # what decides how results are rounded: dtype and kernel set
     info: Mapping[str, Any] = field(default_factory=dict)  # what LLM.info tells
 
 
@@ -48,7 +49,9 @@ def assemble(config: EngineConfig) -> Assembly:
     from pagedllm.runtime.startup import start
     from pagedllm.tokenizer import Tokenizer
 
-    checkpoint = open_checkpoint(config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype))
+    checkpoint = open_checkpoint(
+        config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype, config.kernels)
+    )
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
         loading = thread.submit(Tokenizer.from_folder, config.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)
@@ -107,6 +110,7 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
+        numerics={"dtype": str(runtime.dtype).removeprefix("torch."), "kernels": runtime.kernels.name},
         info=_info(config, runtime),
     )
 

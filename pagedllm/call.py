@@ -7,12 +7,14 @@ asked for at any time, also after an interrupt.
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
+from pagedllm.engine.offline_plan import find_duplicates, plan_order
 from pagedllm.errors import BatchError, RequestError
 from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.progress import Bar, is_watched
@@ -42,6 +44,7 @@ class Call:
         self._first_request_number = first_request_number
         self._requests: dict[int, Request] = {}  # by index
         self._errors: dict[int, RequestError] = {}
+        self._duplicate_of: dict[int, int] = {}  # indices that are not run, because another gives the same output
         copies: dict[int, SamplingParams] = {}  # by id: one engine's own copy of each object the caller passed
         seed = assembly.seed
         for index, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
@@ -65,6 +68,8 @@ class Call:
                 stream_key(seed, call_number, index),
                 priorities[index],
             )
+        if assembly.engine.scheduler.policy.plans_ahead:
+            self._plan()
 
     def raise_if_refused(self) -> None:
         """RequestError for the first prompt that cannot be run; its text lists the first five indices."""
@@ -81,7 +86,9 @@ class Call:
     def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
         """Runs all requests to their end. An exception is raised again with `.outputs`, finished ones whole, others
         partial; KeyboardInterrupt also says how to reach them."""
-        waiting: list[Request] | None = list(self._requests.values())
+        waiting: list[Request] | None = [
+            request for index, request in self._requests.items() if index not in self._duplicate_of
+        ]
 
         def source(num_in_flight: int) -> list[Request] | None:
             nonlocal waiting
@@ -94,15 +101,17 @@ class Call:
             is_shown=bool(use_tqdm) and is_watched(),
             make=use_tqdm if callable(use_tqdm) else None,
         )
+        num_equal_to = Counter(self._duplicate_of.get(index, index) for index in self._requests)
         num_finished = num_input_tokens = num_output_tokens = num_cut = 0
         try:
             with contextlib.closing(drive(self._assembly.engine, source)) as steps:
                 for ended in steps:
                     for request in ended:
-                        num_finished += 1
+                        num_equal = num_equal_to[request.prompt_index]
+                        num_finished += num_equal
                         num_input_tokens += request.num_prompt_tokens
                         num_output_tokens += request.num_output_tokens
-                        num_cut += request.finish_reason == "length"
+                        num_cut += num_equal if request.finish_reason == "length" else 0
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
         except BaseException as error:
             outputs = self.outputs()
@@ -122,7 +131,7 @@ class Call:
         token_text = self._assembly.builder.token_text
         outputs = RequestOutputs()
         for index, prompt in enumerate(self._prompts):
-            request = self._requests.get(index)
+            request = self._requests.get(self._duplicate_of.get(index, index))
             if request is None:
                 error = self._errors[index]
                 outputs.append(
@@ -131,12 +140,37 @@ class Call:
                     )
                 )
             else:
-                outputs.append(RequestOutput.of_request(request, prompt.text, prompt.metadata, token_text))
+                output = RequestOutput.of_request(request, prompt.text, prompt.metadata, token_text)
+                output.index, output.request_id = index, self._request_id(index)
+                outputs.append(output)
         return outputs
+
+    def _plan(self) -> None:
+        """Ranks the requests by prefix and expected length, and finds those that need not run."""
+        names: dict[int, str] = {}  # by id of params
+        keys: list[tuple[bytes, str] | None] = []
+        for request in self._requests.values():
+            params = request.sampling_params
+            draws_its_own = not params.is_greedy and params.seed in (None, -1)
+            if draws_its_own or params.logits_processors:  # a user's callable may keep a state
+                keys.append(None)
+                continue
+            if id(params) not in names:
+                names[id(params)] = repr(params)
+            keys.append((array("i", request.token_ids).tobytes(), names[id(params)]))
+        indices = list(self._requests)
+        for index, earlier in zip(indices, find_duplicates(keys), strict=True):
+            if earlier is not None:
+                self._duplicate_of[index] = indices[earlier]
+        to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
+        prompts = [array("i", request.token_ids).tobytes() for request in to_run]
+        expected = [request.max_output_tokens for request in to_run]
+        for rank, position in enumerate(plan_order(prompts, expected, 4 * self._assembly.block_size)):
+            to_run[position].rank = rank
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:
         """BatchError with all outputs if a request failed while running."""
-        failed = [index for index, request in self._requests.items() if request.error is not None]
+        failed = [index for index in self._requests if outputs[index].error is not None]
         if failed:
             first = outputs[failed[0]].error
             text = f"{len(failed):,} of {len(outputs):,} requests failed while running, the first: "
@@ -146,7 +180,8 @@ class Call:
         """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""
         by_params: Counter[int] = Counter()
         num_by_room = 0
-        for request in self._requests.values():
+        for index in self._requests:
+            request = self._requests[self._duplicate_of.get(index, index)]
             params = request.sampling_params
             if request.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
                 if request.num_output_tokens == params.max_tokens:

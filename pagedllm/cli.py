@@ -1,4 +1,4 @@
-"""The command line: `pagedllm run | doctor | bench | --version`.
+"""The command line: `pagedllm run | status | merge | doctor | bench | --version`.
 
 stdout carries results only; notices, progress and summary go to stderr. Exit codes: 0 done, 1 could not run or finish,
 2 refused before any work, 3 rows failed, 130 and 143 interrupted. Arguments and files are checked before torch is
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagedllm", description="Offline batch inference of language models.")
     parser.add_argument("--version", action="version", version=f"pagedllm {pagedllm.__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | doctor | bench")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | status | merge | doctor | bench")
     run = commands.add_parser(
         "run",
         help="run a file of prompts",
@@ -54,17 +54,20 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "writes each with its output: all its fields, then output, finish_reason, stop_reason, prompt_tokens, "
         "completion_tokens, error and row.",
     )
-    run.add_argument("-i", "--input", required=True, metavar="IN", help="JSON lines; - is stdin")
+    run.add_argument("-i", "--input", required=True, metavar="IN", help="JSON lines, plain or .gz; - is stdin")
     run.add_argument("-o", "--output", required=True, metavar="OUT", help="JSON lines; - is stdout")
     run.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
-    run.add_argument(
-        "--if-exists",
-        choices=("resume", "overwrite", "fail"),
-        help="what to do if OUT exists; default: refuse (resume is not supported yet)",
-    )
+    add_job_flags(run)
     flags.add_llm_flags(run)
     flags.add_sampling_flags(run)
     run.set_defaults(command=run_command, parser=run)
+    status = commands.add_parser("status", help="how far a job is")
+    status.add_argument("output", metavar="OUT")
+    status.set_defaults(command=status_command)
+    merge = commands.add_parser("merge", help="join the results of all shards of a job, in the order of its rows")
+    merge.add_argument("shards", nargs="+", metavar="SHARD")
+    merge.add_argument("-o", "--output", required=True, metavar="OUT")
+    merge.set_defaults(command=merge_command)
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.set_defaults(command=doctor_command, parser=doctor)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")
@@ -76,6 +79,37 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def add_job_flags(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("the job")
+    group.add_argument(
+        "--if-exists",
+        choices=("resume", "overwrite", "fail"),
+        default="resume",
+        help="what to do if OUT or a part of it exists (default: resume)",
+    )
+    group.add_argument("--retry", choices=("failed", "cut"), help="run these rows of an earlier run again")
+    group.add_argument("--limit", type=int, metavar="N", help="the first N rows only")
+    group.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th row from the I-th on")
+    group.add_argument(
+        "--order", choices=("input", "completion"), default="input", help="of the lines of OUT (default: input)"
+    )
+    group.add_argument(
+        "--max-failed", type=_max_failed, metavar="N|P%", help="stop if more rows fail; no more than that is no error"
+    )
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, _, num_shards = text.partition("/")
+    return int(number), int(num_shards)
+
+
+def _max_failed(text: str) -> int | float:
+    return float(text[:-1]) / 100 if text.endswith("%") else int(text)
+
+
+_shard.__name__, _max_failed.__name__ = "I/N", "N or P%"  # argparse names them: invalid I/N value: 'x'
+
+
 def run_command(args: argparse.Namespace) -> int:
     from pagedllm.jobs.runner import open_job
 
@@ -83,12 +117,26 @@ def run_command(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         try:
             llm_arguments = flags.llm_arguments(args)
-            EngineConfig(**llm_arguments)
             job = stack.enter_context(
-                open_job(args.input, args.output, sampling_params=sampling, if_exists=args.if_exists)
+                open_job(
+                    args.input,
+                    args.output,
+                    config=EngineConfig(**llm_arguments),
+                    sampling_params=sampling,
+                    if_exists=args.if_exists,
+                    retry=args.retry,
+                    limit=args.limit,
+                    shard=args.shard,
+                    order=args.order,
+                    max_failed=args.max_failed,
+                )
             )
         except (PagedLLMError, ValueError, OSError) as error:
             return complain(error, REFUSED)
+        if job.is_done:
+            if not args.quiet:
+                print(f"pagedllm: nothing to do: {args.output} has all {job.report.num_rows:,} rows", file=sys.stderr)
+            return DONE if job.allows_failures() else ROWS_FAILED
         try:
             return run_job(job, llm_arguments, args)
         except BrokenPipeError:
@@ -98,12 +146,13 @@ def run_command(args: argparse.Namespace) -> int:
             code = complain(error, FAILED)
         except (KeyboardInterrupt, Terminated) as interrupt:
             code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
-        tell_how_to_start_again(job, args.argv)
+        tell_how_to_continue(job, args.argv)
         return code
 
 
 def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -> int:
     """Loads the model and runs the job; returns the exit code."""
+    from pagedllm.jobs.formats import JobRefused
     from pagedllm.jobs.progress import JobProgress, summary
     from pagedllm.jobs.runner import TooManyFailures
     from pagedllm.llm import LLM
@@ -114,16 +163,42 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
         return complain(error, FAILED)
     except (PagedLLMError, ValueError, FileNotFoundError) as error:
         return complain(error, REFUSED)
-    with llm, contextlib.closing(JobProgress(None if args.quiet else job.count_rows(), args.quiet)) as progress:
+    num_rows = None if args.quiet and args.max_failed is None else job.count_rows()
+    with llm, contextlib.closing(JobProgress(num_rows, args.quiet)) as progress:
         try:
             report = llm.run_job(job, progress.show)
+        except (JobRefused, FileExistsError) as error:
+            return complain(error, REFUSED)
         except TooManyFailures as error:
-            return complain(error, ROWS_FAILED)
+            complain(error, ROWS_FAILED)
+            tell_how_to_continue(job, args.argv)
+            return ROWS_FAILED
     if not args.quiet:
         print(summary(report), file=sys.stderr)
     if report.num_failed and args.quiet:
         complain(f"{report.num_failed:,} of {report.num_rows:,} rows failed; {report.first_error}", ROWS_FAILED)
-    return ROWS_FAILED if report.num_failed else DONE
+    return DONE if job.allows_failures() else ROWS_FAILED
+
+
+def status_command(args: argparse.Namespace) -> int:
+    from pagedllm.jobs.tools import describe_job
+
+    try:
+        print(describe_job(args.output))
+    except (OSError, ValueError) as error:
+        return complain(error, REFUSED)
+    return DONE
+
+
+def merge_command(args: argparse.Namespace) -> int:
+    from pagedllm.jobs.tools import merge_shards
+
+    try:
+        num_rows = merge_shards(args.shards, args.output)
+    except (OSError, ValueError) as error:
+        return complain(error, REFUSED)
+    print(f"pagedllm: {num_rows:,} rows in {args.output}", file=sys.stderr)
+    return DONE
 
 
 def doctor_command(args: argparse.Namespace) -> int:
@@ -150,12 +225,26 @@ def complain(problem: BaseException | str, code: int) -> int:
     return code
 
 
-def tell_how_to_start_again(job: Job, argv: Sequence[str]) -> None:
+def tell_how_to_continue(job: Job, argv: Sequence[str]) -> None:
     """The last line of a run that did not finish."""
-    if job.partial is not None:
-        print(f"pagedllm: the first {job.num_written:,} rows are in {job.partial}", file=sys.stderr)
-    again = [*argv, *(() if "--if-exists" in argv else ("--if-exists", "overwrite"))]
-    print(f"pagedllm: to start again: pagedllm {shlex.join(again)}", file=sys.stderr)
+    if job.partial is None:
+        print(f"pagedllm: to start again: pagedllm {shlex.join(argv)}", file=sys.stderr)
+        return
+    print(f"pagedllm: {job.num_written:,} results are in {job.partial}", file=sys.stderr)
+    print(f"pagedllm: it continues by: pagedllm {shlex.join(continuing(argv))}", file=sys.stderr)
+
+
+def continuing(argv: Sequence[str]) -> list[str]:
+    """The same command without its --if-exists, so that it resumes."""
+    kept: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if name.replace("_", "-") != "--if-exists":
+            kept.append(argument)
+        elif not equals:
+            next(arguments, None)
+    return kept
 
 
 @contextlib.contextmanager

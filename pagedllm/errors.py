@@ -22,6 +22,8 @@ ErrorCode = Literal[
     "never_fits",
     "template_error",
     "invalid_json_line",
+    "duplicate_custom_id",
+    "url_mismatch",
 ]
 
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     import os
 
     from pagedllm.engine.stats import EngineStats
-    from pagedllm.jobs.files import IfExists
-    from pagedllm.jobs.runner import Job, JobReport
+    from pagedllm.jobs.files import IfExists, Order, Retry
+    from pagedllm.jobs.report import JobReport
+    from pagedllm.jobs.runner import Job
 
 OnError = Literal["raise", "return"]
 
@@ -36,11 +37,14 @@ class LLM:
 
     model: a folder (config.json, safetensors, tokenizer) or a GGUF file.
     tokenizer: another folder for the tokenizer. chat_template: a template's text instead of the model's own.
-    dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference".
+    dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference";
+    "simt" runs CUDA's kernels on an emulator, for tests, in bfloat16 or float16.
     max_model_len: longest prompt + output; default: the model's, lowered to what the KV cache holds.
     gpu_memory_utilization: share of the free memory the KV cache may take; kv_cache_memory_bytes: its size instead.
     max_num_seqs, max_num_batched_tokens: requests and new tokens per step.
     num_threads: default: all that this process may use.
+    scheduling_policy: "offline" orders a call by its prefixes and its expected lengths and runs equal requests once;
+        "fcfs" runs in the order given; "priority" by `generate(..., priority=)`. The outputs are the same.
     seed: of all requests that have none of their own. generation_config: "auto", or "none" to ignore the model's file.
 
     Raises ValueError, TypeError or NotSupportedError for what was asked, ModelError for the model's files, LibraryError
@@ -63,7 +67,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
-        scheduling_policy: SchedulingPolicy = "fcfs",
+        scheduling_policy: SchedulingPolicy = "offline",
         deterministic: bool | None = None,
         num_threads: int | None = None,
         seed: int = 0,
@@ -168,25 +172,46 @@ class LLM:
         output: str | os.PathLike[str],
         *,
         sampling_params: Mapping[str, Any] | None = None,
-        if_exists: IfExists | None = None,
+        if_exists: IfExists = "resume",
+        retry: Retry | None = None,
+        limit: int | None = None,
+        shard: tuple[int, int] = (1, 1),
+        order: Order = "input",
+        max_failed: int | float | None = None,
     ) -> JobReport:
-        """Runs a file of rows into a file of results, one JSON object a line, in input order.
+        """Runs a file of rows into a file of results, one JSON object a line, in input order. Again: it continues.
 
         A row has `prompt` or `messages`, perhaps `sampling_params`, and any other fields, which come back with the
         result's columns. The row's own sampling_params come first, then those given here (a dict of fields), then the
-        model's generation_config.json, then the neutral defaults. if_exists="overwrite" replaces an existing output.
+        model's generation_config.json, then the neutral defaults.
+
+        if_exists: "resume" continues what an earlier run of the same job left (in OUT.partial) and computes what is new
+            in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
+            length, are run again. limit: the first rows only. shard: (i, n), every n-th row from the i-th on.
+        order: of the lines, "input" or "completion". max_failed: rows, or a share (float); the job stops at more.
 
         Raises as `pagedllm.jobs.runner.open_job` and `Job.run`; a bad row has its reason in its `error` column.
         """
         from pagedllm.jobs.runner import open_job
 
-        with open_job(input, output, sampling_params=sampling_params, if_exists=if_exists) as job:
+        with open_job(
+            input,
+            output,
+            config=self.config,
+            sampling_params=sampling_params,
+            if_exists=if_exists,
+            retry=retry,
+            limit=limit,
+            shard=shard,
+            order=order,
+            max_failed=max_failed,
+        ) as job:
             return self.run_job(job)
 
     def run_job(self, job: Job, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
         """Runs a job that `pagedllm.jobs.runner.open_job` made before this model was loaded."""
         with self._lock:
-            return job.run(self._open(), self.config.seed, on_progress)
+            return job.run(self._open(), self.config, on_progress)
 
     @property
     def stats(self) -> EngineStats:

@@ -18,10 +18,10 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gguf_cache(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Conversions go to pytest's cache, not to the user's."""
+def gguf_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Conversions do not go to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGEDLLM_CACHE", os.fspath(pytestconfig.cache.mkdir("pagedllm")))
+        patch.setenv("PAGEDLLM_CACHE", os.fspath(tmp_path_factory.mktemp("pagedllm-cache")))
         yield
 
 

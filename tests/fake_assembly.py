@@ -48,6 +48,8 @@ class FakeTokenizer:
         return b"".join(specials.get(i, b"") if i < 3 else bytes([i - 3]) for i in token_ids).decode("latin-1")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
+            raise RequestError("template_error", "the chat template refuses: a role and a content are needed")
         if any(message["role"] == "tool" for message in messages):
             raise RequestError("template_error", "the chat template refuses: no tools here")
         text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
@@ -165,4 +167,5 @@ def fake_assemble(
         num_blocks=num_blocks,
         block_size=config.block_size,
         bytes_per_block=1024,
+        numerics={"dtype": "none", "kernels": "fake"},
     )

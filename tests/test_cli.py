@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -29,7 +30,7 @@ from pagedllm.cli import main
 
 def assemble(config):
     assembly = fake_assemble(config)
-    assembly.runtime.script = lambda step, plan: time.sleep(0.02)
+    assembly.runtime.script = lambda step, plan: time.sleep(0.01)
     return assembly
 
 pagedllm.llm.assemble = assemble
@@ -119,7 +120,15 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--logit-bias", "[1]"], "argument --logit-bias: invalid JSON object value: '[1]'"),
         (["--n", "2"], "n=2 is not supported yet"),
         (["--logprobs", "2"], "logprobs in files are not supported yet"),
-        (["--if-exists", "resume"], "if_exists='resume' is not supported yet"),
+        (["--if-exists", "append"], "argument --if-exists: invalid choice: 'append'"),
+        (["--retry", "failed", "--if-exists", "fail"], "retry='failed' continues a job"),
+        (["--limit", "0"], "limit must be None or an int >= 1, got 0"),
+        (["--shard", "3/2"], "shard must be (i, n) with 1 <= i <= n, got (3, 2)"),
+        (["--shard", "3"], "argument --shard: invalid I/N value: '3'"),
+        (["--max-failed", "200%"], "max_failed must be None, an int >= 0 or a share"),
+        (["--max-failed", "x"], "argument --max-failed: invalid N or P% value: 'x'"),
+        (["-i", "x.parquet"], "'x.parquet': only JSON lines (.jsonl, .jsonl.gz) are supported yet"),
+        (["-o", "x.jsonl.gz"], "a compressed output is not supported yet"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
 )
@@ -136,7 +145,7 @@ def test_files_are_checked_before_the_model_loads(files, capsys, monkeypatch):
     output.write_text("old")
     (input.parent / "link").symlink_to(input)
     assert run_files(files) == 2
-    assert "the output exists" in capsys.readouterr().err
+    assert "not of a job that can be continued" in capsys.readouterr().err
     assert run_files((input, input.parent / "link"), "--if-exists", "overwrite") == 2
     assert "are the same file" in capsys.readouterr().err
     assert run_files((input, input.parent / "missing" / "out")) == 2
@@ -168,9 +177,7 @@ def test_a_full_disk_ends_with_exit_code_1_and_says_how_to_start_again(files, ca
     assert run("run", "-m", "fake", "-i", files[0], "-o", "/dev/full") == 1
     err = capsys.readouterr().err.splitlines()
     assert err[-2] == "pagedllm: error: [Errno 28] No space left on device"
-    assert err[-1] == (
-        f"pagedllm: to start again: pagedllm run -m fake -i {files[0]} -o /dev/full --if-exists overwrite"
-    )
+    assert err[-1] == f"pagedllm: to start again: pagedllm run -m fake -i {files[0]} -o /dev/full"
 
 
 def test_every_llm_field_has_the_flag_of_its_name_and_its_default():
@@ -230,7 +237,7 @@ def test_flags_may_have_underscores_and_switches_a_no(files):
 
 
 def test_help_of_every_command_is_printed(capsys):
-    for command in ([], ["run"], ["doctor"], ["bench"], ["bench", "throughput"]):
+    for command in ([], ["run"], ["status"], ["merge"], ["doctor"], ["bench"], ["bench", "throughput"]):
         assert run(*command, "--help") == 0
         assert capsys.readouterr().out.startswith("usage: pagedllm")
 
@@ -267,9 +274,9 @@ def test_doctor_prints_findings_and_fails_if_one_does(capsys, monkeypatch):
 
 
 def start_slow(tmp_path, *arguments, **options) -> subprocess.Popen:
-    """A run of 500 rows at 20 ms a step, 8 at a time."""
+    """A run of 300 rows at 10 ms a step, 8 at a time."""
     input = tmp_path / "in.jsonl"
-    input.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(500)))
+    input.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(300)))
     command = [sys.executable, "-c", SLOW, "run", "-m", "fake", "-i", str(input), "--max-tokens", "3", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
@@ -282,7 +289,7 @@ def wait_for_rows(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_whole_rows_and_says_how_to_start_again(tmp_path, number, code):
+def test_an_interrupted_run_leaves_whole_rows_and_says_how_to_continue(tmp_path, number, code):
     process = start_slow(tmp_path, "-o", str(tmp_path / "out.jsonl"))
     partial = tmp_path / "out.jsonl.partial"
     wait_for_rows(partial, 10)
@@ -290,21 +297,78 @@ def test_an_interrupted_run_leaves_whole_rows_and_says_how_to_start_again(tmp_pa
     err = process.communicate(timeout=30)[1].splitlines()
     assert process.returncode == code
     rows = [json.loads(line) for line in partial.read_text().splitlines()]
-    assert [row["row"] for row in rows] == list(range(len(rows)))
-    assert len(rows) < 500
-    assert err[-2] == f"pagedllm: the first {len(rows)} rows are in {partial}"
-    assert err[-1].startswith("pagedllm: to start again: pagedllm run -m fake -i")
+    assert 10 <= len({row["row"] for row in rows}) == len(rows) < 300
+    assert err[-2] == f"pagedllm: {len(rows)} results are in {partial}"
+    assert err[-1].startswith("pagedllm: it continues by: pagedllm run -m fake -i")
     assert not any("Traceback" in line for line in err)
 
 
-def test_killed_at_any_moment_whole_rows_are_on_disk(tmp_path):
-    process = start_slow(tmp_path, "-o", str(tmp_path / "out.jsonl"))
-    partial = tmp_path / "out.jsonl.partial"
-    wait_for_rows(partial, 10)
-    process.kill()
-    process.communicate(timeout=30)
-    rows = [json.loads(line) for line in partial.read_text().splitlines()]
-    assert [row["row"] for row in rows] == list(range(len(rows)))
+def run_to_the_end(tmp_path, name: str) -> bytes:
+    process = start_slow(tmp_path, "-o", str(tmp_path / name), "-q")
+    assert process.communicate(timeout=200)[1] == ""
+    assert process.returncode == 0
+    return (tmp_path / name).read_bytes()
+
+
+def kill_again_and_again(tmp_path, num_kills: int, random: Random) -> None:
+    """The same command killed at random moments and then let run: the file is that of an uninterrupted run."""
+    expected = run_to_the_end(tmp_path, "whole.jsonl")
+    num_in_work = 0
+    for number in range(num_kills):
+        output = tmp_path / f"out{number}.jsonl"
+        partial = tmp_path / f"out{number}.jsonl.partial"
+        for _ in range(1 + number % 2):
+            process = start_slow(tmp_path, "-o", str(output), "-q")
+            wait_for_rows(partial, random.randrange(1, 250))
+            time.sleep(random.random() * 0.02)
+            process.kill()
+            process.communicate(timeout=30)
+        num_in_work += partial.exists()
+        assert run_to_the_end(tmp_path, output.name) == expected
+        assert not partial.exists()
+    assert num_in_work > 0
+
+
+def test_killed_at_any_moment_and_run_again_it_is_as_if_nothing_had_happened(tmp_path):
+    kill_again_and_again(tmp_path, 2, Random(0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_a_hundred_moments(tmp_path):
+    kill_again_and_again(tmp_path, 67, Random(1))  # two thirds of them once, a third twice
+
+
+def test_a_finished_job_is_not_run_again(files, capsys, monkeypatch):
+    assert run_files(files, "--max-tokens", 3) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("pagedllm.llm.assemble", None)
+    assert run_files(files, "--max-tokens", 3) == 0
+    assert capsys.readouterr().err == f"pagedllm: nothing to do: {files[1]} has all 2 rows\n"
+
+
+def test_another_job_at_the_same_place_is_refused(files, capsys):
+    assert run_files(files, "--max-tokens", 3) == 0
+    assert run_files(files, "--max-tokens", 4, "-q") == 2
+    assert "the job there was run with another max_tokens: 3 -> 4; it may grow with --retry cut" in (
+        capsys.readouterr().err
+    )
+    assert run_files(files, "--max-tokens", 4, "-q", "--retry", "cut") == 0
+    assert run_files(files, "--max-tokens", 3, "-q", "--if-exists=overwrite") == 0
+
+
+def test_the_command_that_continues_is_the_same_without_overwrite():
+    arguments = ["run", "-m", "x", "--if_exists", "overwrite", "--if-exists=fail", "-o", "y"]
+    assert cli.continuing(arguments) == ["run", "-m", "x", "-o", "y"]
+
+
+def test_failures_within_the_limit_are_no_error(files, capsys):
+    files[0].write_text('{"prompt": "a"}\n{\n{"prompt": "b"}\n')
+    assert run_files(files, "--max-tokens", 3, "-q", "--max-failed", "1") == 0
+    assert run_files(files, "--max-tokens", 3, "-q", "--max-failed", "50%") == 0
+    assert run_files(files, "--max-tokens", 3, "-q", "--max-failed", "30%") == 3
+    assert run_files(files, "--max-tokens", 3, "-q", "--max-failed", "0", "--if-exists", "overwrite") == 3
+    assert "1 rows failed, more than allowed; row 1: invalid_json_line" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path):

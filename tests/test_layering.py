@@ -22,7 +22,7 @@ LAYER_OF = {
     **dict.fromkeys(("errors", "sampling_params", "outputs", "config", "request", "keywords"), "base"),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
-    **dict.fromkeys(("generation_defaults", "notices", "progress"), "llm"),
+    **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
     **dict.fromkeys(("cli", "doctor", "flags", "self_test", "__main__"), "cli"),
 }
 PLAN = "engine.scheduler_output"  # the contract between the scheduler and the torch side

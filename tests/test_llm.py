@@ -703,7 +703,7 @@ def test_an_unknown_keyword_names_the_right_one(keyword, text):
         ("max_num_seqs", 2.0, "max_num_seqs must be None or an int >= 1, got 2.0"),
         ("num_threads", True, "num_threads must be None or an int >= 1, got True"),
         ("enable_prefix_caching", 1, "enable_prefix_caching must be a bool, got 1"),
-        ("scheduling_policy", "lifo", "scheduling_policy must be one of 'fcfs', 'priority', got 'lifo'"),
+        ("scheduling_policy", "lifo", "scheduling_policy must be one of 'offline', 'fcfs', 'priority', got 'lifo'"),
         ("generation_config", None, "generation_config must be one of 'auto', 'none', got None"),
         ("load_format", "pt", "load_format must be one of 'auto', 'safetensors', 'gguf', got 'pt'"),
         ("deterministic", False, "deterministic=False is refused on a CPU"),
@@ -720,7 +720,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("scheduling_policy", "offline"),
         ("logprobs_mode", "processed_logprobs"),
         ("model_impl", "transformers"),
         ("revision", "main"),

@@ -103,13 +103,17 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def save_tiny_model(folder: Path, kind: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Writes config, weights, generation config and tokenizer into `folder`; returns it."""
+def save_tiny_model(
+    folder: Path, kind: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Path:
+    """Writes config, weights, generation config and tokenizer into `folder`; returns it. changes: of the config."""
     import transformers
 
+    config = transformers_config(kind)
+    config.update(changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(transformers_config(kind)).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     save_tokenizer(folder)

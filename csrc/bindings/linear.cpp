@@ -15,7 +15,7 @@ void packed_linear_of(const Tensor& out_tensor, const Tensor& x_tensor, const Te
   const char* op = "packed_linear";
   const Argument out(op, "out", out_tensor), x(op, "x", x_tensor), weight(op, "weight", weight_tensor);
   const int64_t num_rows = x.size(0), k = x.size(1), num_panels = check_packed<T>(weight, k);
-  const Activation checked = check_activation(op, activation, Activation::kNone);
+  const Activation checked = check_activation(op, activation, Activation::kNone, Activation::kClampedSwish);
   out.rows();
   const int64_t num_columns = out.size(1);
   out.shape({num_rows, num_columns});

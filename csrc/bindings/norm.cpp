@@ -36,6 +36,34 @@ void add_rms_norm_op(const Tensor& out, const Tensor& residual, const Tensor& x,
   run("add_rms_norm", out, &residual, x, weight, eps);
 }
 
+void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                   const std::optional<Tensor>& bias_tensor, double eps) {
+  const char* op = "layer_norm";
+  const Argument x(op, "x", x_tensor), out(op, "out", out_tensor), weight(op, "weight", weight_tensor);
+  x.rows();
+  const int64_t num_rows = x.size(0), hidden_size = x.size(1);
+  out.type(x.type()).shape({num_rows, hidden_size}).rows();
+  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  dispatch(x, [&](auto element) {
+    using T = decltype(element);
+    LayerNormParams<T> params{};
+    params.out = out.data<T>();
+    params.x = x.data<const T>();
+    params.weight = weight.data<const float>();
+    if (bias_tensor) {
+      const Argument bias(op, "bias", *bias_tensor);
+      params.bias = bias.type(ScalarType::Float).shape({hidden_size}).contiguous().data<const float>();
+    }
+    params.out_stride = out.stride(0);
+    params.x_stride = x.stride(0);
+    params.num_rows = num_rows;
+    params.hidden_size = hidden_size;
+    params.eps = static_cast<float>(eps);
+    params.parallel = torch_threads();
+    pagedllm::layer_norm(params);
+  });
+}
+
 }  // namespace
 }  // namespace pagedllm
 
@@ -44,4 +72,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
   PAGEDLLM_IMPLEMENT(library, rms_norm_op, "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
   PAGEDLLM_IMPLEMENT(library, add_rms_norm_op,
                      "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
+  PAGEDLLM_IMPLEMENT(library, layer_norm_op,
+                     "layer_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, float eps) -> ()");
 }

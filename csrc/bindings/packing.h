@@ -21,11 +21,11 @@ int64_t check_packed(const Argument& weight, int64_t k) {
   return num_panels;
 }
 
-// An Activation not before `first`.
-inline Activation check_activation(const char* op, int64_t activation, Activation first) {
-  if (activation < static_cast<int64_t>(first) || activation > static_cast<int64_t>(Activation::kGelu)) {
+// An Activation from `first` to `last`.
+inline Activation check_activation(const char* op, int64_t activation, Activation first, Activation last) {
+  if (activation < static_cast<int64_t>(first) || activation > static_cast<int64_t>(last)) {
     fail(op, "activation must be from " + std::to_string(static_cast<int>(first)) + " to " +
-                 std::to_string(static_cast<int>(Activation::kGelu)) + ", got " + std::to_string(activation));
+                 std::to_string(static_cast<int>(last)) + ", got " + std::to_string(activation));
   }
   return static_cast<Activation>(activation);
 }

@@ -58,7 +58,7 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
   const int64_t num_rows = gate.rows().size(0), width = gate.size(1);
   out.type(gate.type()).shape({num_rows, width}).rows();
   up.type(gate.type()).shape({num_rows, width}).rows();
-  const Activation checked = check_activation(op, activation, Activation::kSilu);
+  const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kClampedSwish);
   dispatch(gate, [&](auto element) {
     using T = decltype(element);
     GatedActivationParams<T> params{};
@@ -76,6 +76,27 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
   });
 }
 
+void ungated_activation_op(const Tensor& out_tensor, const Tensor& x_tensor, int64_t activation) {
+  const char* op = "ungated_activation";
+  const Argument out(op, "out", out_tensor), x(op, "x", x_tensor);
+  const int64_t num_rows = x.rows().size(0), width = x.size(1);
+  out.type(x.type()).shape({num_rows, width}).rows();
+  const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kGelu);
+  dispatch(x, [&](auto element) {
+    using T = decltype(element);
+    UngatedActivationParams<T> params{};
+    params.out = out.data<T>();
+    params.x = x.data<const T>();
+    params.out_stride = out.stride(0);
+    params.x_stride = x.stride(0);
+    params.num_rows = num_rows;
+    params.width = width;
+    params.activation = checked;
+    params.parallel = torch_threads();
+    pagedllm::ungated_activation(params);
+  });
+}
+
 }  // namespace
 }  // namespace pagedllm
 
@@ -86,4 +107,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
   PAGEDLLM_IMPLEMENT(library, gather_rows_op, "gather_rows(Tensor(a!) out, Tensor x, Tensor indices) -> ()");
   PAGEDLLM_IMPLEMENT(library, gated_activation_op,
                      "gated_activation(Tensor(a!) out, Tensor gate, Tensor up, int activation) -> ()");
+  PAGEDLLM_IMPLEMENT(library, ungated_activation_op,
+                     "ungated_activation(Tensor(a!) out, Tensor x, int activation) -> ()");
 }

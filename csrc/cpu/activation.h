@@ -42,4 +42,17 @@ inline f32x16 activate(f32x16 x, Activation activation) {
   }
 }
 
+// Of gpt-oss: the gate at most 7, up within +-7, x / (1 + e^(-1.702 x)) of the gate times up + 1.
+inline f32x16 clamped_swish(f32x16 gate, f32x16 up) {
+  const f32x16 limit = f32x16::broadcast(7.0f), one = f32x16::broadcast(1.0f);
+  gate = min(limit, gate);  // NaN passes: it is on the right
+  up = max(f32x16::broadcast(-7.0f), min(limit, up));
+  return gate / (one + exp(gate * f32x16::broadcast(-1.702f))) * (up + one);
+}
+
+// What becomes of gate and up of a gated product.
+inline f32x16 activate_gated(f32x16 gate, f32x16 up, Activation activation) {
+  return activation == Activation::kClampedSwish ? clamped_swish(gate, up) : activate(gate, activation) * up;
+}
+
 }  // namespace pagedllm

@@ -24,17 +24,10 @@ struct TileShape {
   static_assert(kPanel % (16 * kVectors) == 0, "tiles cover a panel exactly");
 };
 constexpr int kMaxTileRows = 6;
-constexpr int64_t kBlockRows = 96;      // rows whose sums are kept while K runs: 24 KiB of the first cache
-constexpr int64_t kStreamAhead = 4096;  // bytes, where one tile is all there is and memory sets the pace
+constexpr int64_t kBlockRows = 96;  // rows whose sums are kept while K runs: 24 KiB of the first cache
 // K runs in chunks of at most this much of a panel. Two chunks fit the second cache; and sums of chunks lose less than
 // one long sum: at K = 8192 the error is a quarter. Where chunks end decides about bits, so it depends on K alone.
 constexpr int64_t kChunkBytes = 128 * 1024;
-
-// What to bring into the second cache while a tile is computed: `lines` cache lines a step, from `stream` on.
-struct Prefetch {
-  const char* stream;
-  int lines;
-};
 
 // A step of K is one element of float, two of bf16.
 float read_step(const float* x) { return *x; }
@@ -47,15 +40,18 @@ f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
 f32x16 multiply_add(bf16x32 a, bf16x32 b, f32x16 c) { return dot_pairs(a, b, c); }
 
 // sums[R][64] = x[R][k] * panel, or += where not is_first, for V * 16 columns. x, panel and sums begin at the tile's
-// first row and column.
+// first row and column. Each step of K brings a cache line from `ahead` on into the second cache, unless it is null.
 template <int R, int V, class T>
-void multiply(const T* x, int64_t x_stride, const T* panel, int64_t k, bool is_first, float* sums, Prefetch prefetch) {
+void multiply(const T* x, int64_t x_stride, const T* panel, int64_t k, bool is_first, float* sums, const char* ahead) {
   f32x16 sum[R][V];
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) sum[r][v] = f32x16::zero();
   }
   const auto step = [&](int64_t i, auto read_x) {
-    for (int line = 0; line < prefetch.lines; ++line, prefetch.stream += 64) __builtin_prefetch(prefetch.stream, 0, 2);
+    if (ahead) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += 64;
+    }
     const T* w = panel + i * kPanel * kPairing<T>;
     decltype(load_step(w)) columns[V];
 #pragma GCC unroll 8
@@ -83,14 +79,14 @@ void multiply(const T* x, int64_t x_stride, const T* panel, int64_t k, bool is_f
 // All 64 columns of a panel for `rows` rows, at most TileShape::kRows.
 template <class T, int R = TileShape<T>::kRows>
 void multiply_rows(int64_t rows, const T* x, int64_t x_stride, const T* panel, int64_t k, bool is_first, float* sums,
-                   Prefetch prefetch) {
+                   const char* ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<T, R - 1>(rows, x, x_stride, panel, k, is_first, sums, prefetch);
+    if (rows < R) return multiply_rows<T, R - 1>(rows, x, x_stride, panel, k, is_first, sums, ahead);
   }
   constexpr int kVectors = TileShape<T>::kVectors;
   for (int column = 0; column < kPanel; column += 16 * kVectors) {
-    multiply<R, kVectors>(x, x_stride, panel + column * kPairing<T>, k, is_first, sums + column, prefetch);
-    prefetch.lines = 0;
+    multiply<R, kVectors>(x, x_stride, panel + column * kPairing<T>, k, is_first, sums + column, ahead);
+    ahead = nullptr;
   }
 }
 
@@ -112,7 +108,7 @@ void finish_rows(const PackedLinearParams<T, Out>& p, int64_t panel, int64_t fir
       if (is_gated) {
         f32x16 up = load(product + kGatedHalf + column);
         if (bias) up = up + load(bias + kGatedHalf + column);
-        value = activate(value, p.activation) * up;
+        value = activate_gated(value, up, p.activation);
       }
       if (residual) value = value + load_partial(residual + column, count);
       store_partial(out + column, value, count);
@@ -141,19 +137,17 @@ void multiply_block(const PackedLinearParams<T, Out>& p, int64_t panel, Range ro
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     const Range in_steps = Range{0, steps}.part(chunk, num_chunks);
     const T* w = weight + in_steps.begin * step_size;
-    const T* next = chunk + 1 < num_chunks ? w + in_steps.size() * step_size : next_panel;
+    const char* next =
+        reinterpret_cast<const char*>(chunk + 1 < num_chunks ? w + in_steps.size() * step_size : next_panel);
     const int64_t first_k = in_steps.begin * kPairing<T>;
     const int64_t k = std::min(in_steps.end * kPairing<T>, p.k) - first_k;
-    // 4 lines a step are a whole chunk: one tile fetches them a little ahead of itself, several share the next chunk
-    const int64_t lines = num_tiles == 1 ? 4 : num_tiles < 4 ? 2 : 1;
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const Range tile_rows = rows.part(tile, num_tiles);
-      const char* stream = num_tiles == 1 ? reinterpret_cast<const char*>(w) + kStreamAhead
-                                          : reinterpret_cast<const char*>(next) + tile * lines * in_steps.size() * 64;
-      const Prefetch prefetch{stream, tile * lines < 4 ? static_cast<int>(lines) : 0};
+      // each of four tiles fetches a quarter; with fewer than three the processor's own prefetch does as well
+      const char* ahead = num_tiles < 3 || tile > 3 ? nullptr : next + tile * in_steps.size() * 64;
       float* tile_sums = num_chunks == 1 ? sums : sums + (tile_rows.begin - rows.begin) * kPanel;
       multiply_rows(tile_rows.size(), p.x + tile_rows.begin * p.x_stride + first_k, p.x_stride, w, k, chunk == 0,
-                    tile_sums, prefetch);
+                    tile_sums, ahead);
       if (chunk + 1 == num_chunks) finish_rows(p, panel, tile_rows.begin, tile_rows.size(), tile_sums);
     }
   }

@@ -1,4 +1,4 @@
-// RMSNorm of rows, alone or after an addition to the residual stream. T is bf16 or float.
+// RMSNorm of rows, alone or after an addition to the residual stream, and LayerNorm. T is bf16 or float.
 #pragma once
 #include "cpu/parallel.h"
 #include "cpu/types.h"
@@ -19,5 +19,21 @@ struct RmsNormParams {
 
 template <class T>
 void rms_norm(const RmsNormParams<T>& params);
+
+template <class T>
+struct LayerNormParams {
+  T* out;               // [num_rows, hidden_size]
+  const T* x;           // [num_rows, hidden_size], may be `out`
+  const float* weight;  // [hidden_size]
+  const float* bias;    // [hidden_size] or null
+  int64_t out_stride, x_stride;
+  int64_t num_rows, hidden_size;
+  float eps;
+  Parallel parallel;
+};
+
+// The mean and then the squares of the differences from it: two passes over a row, no cancellation.
+template <class T>
+void layer_norm(const LayerNormParams<T>& params);
 
 }  // namespace pagedllm

@@ -47,8 +47,22 @@ void gated_activation(const GatedActivationParams<T>& p) {
       const T* up = p.up + row * p.up_stride;
       for (int64_t i = 0; i < p.width; i += 16) {
         const int64_t count = p.width - i;
-        const f32x16 activated = activate(load_partial(gate + i, count), p.activation);
-        store_partial(out + i, activated * load_partial(up + i, count), count);
+        const f32x16 value = activate_gated(load_partial(gate + i, count), load_partial(up + i, count), p.activation);
+        store_partial(out + i, value, count);
+      }
+    }
+  });
+}
+
+template <class T>
+void ungated_activation(const UngatedActivationParams<T>& p) {
+  p.parallel.ranges(p.num_rows, 2 * p.width * static_cast<int64_t>(sizeof(T)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* out = p.out + row * p.out_stride;
+      const T* x = p.x + row * p.x_stride;
+      for (int64_t i = 0; i < p.width; i += 16) {
+        const int64_t count = p.width - i;
+        store_partial(out + i, activate(load_partial(x + i, count), p.activation), count);
       }
     }
   });
@@ -58,5 +72,7 @@ template void embedding(const EmbeddingParams<bf16>&);
 template void embedding(const EmbeddingParams<float>&);
 template void gated_activation(const GatedActivationParams<bf16>&);
 template void gated_activation(const GatedActivationParams<float>&);
+template void ungated_activation(const UngatedActivationParams<bf16>&);
+template void ungated_activation(const UngatedActivationParams<float>&);
 
 }  // namespace pagedllm

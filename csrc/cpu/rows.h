@@ -1,4 +1,4 @@
-// Operators that go row by row beside the products: embeddings, a choice of rows, gated activation.
+// Operators that go row by row beside the products: embeddings, a choice of rows, activations.
 #pragma once
 #include "cpu/packing.h"
 #include "cpu/parallel.h"
@@ -47,5 +47,19 @@ struct GatedActivationParams {
 
 template <class T>
 void gated_activation(const GatedActivationParams<T>& params);
+
+// out = activation(x), both [num_rows, width].
+template <class T>
+struct UngatedActivationParams {
+  T* out;
+  const T* x;  // may be `out`
+  int64_t out_stride, x_stride;
+  int64_t num_rows, width;
+  Activation activation;
+  Parallel parallel;
+};
+
+template <class T>
+void ungated_activation(const UngatedActivationParams<T>& params);
 
 }  // namespace pagedllm

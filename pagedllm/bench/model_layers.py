@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagedllm.errors import NotSupportedError
 from pagedllm.model.attention import qkv_shape
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import vocabulary_shape, weight_bytes
 from pagedllm.model.host_memory import HostMemory
-from pagedllm.model.layers import linear_shapes
+from pagedllm.model.layers import output_shape
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear, LinearShape, PackedFormat
+from pagedllm.model.mlp import mlp_shapes
 
 COPIES_BYTES = (
     256 << 20
@@ -26,9 +28,11 @@ MAX_NUM_COPIES = 64  # a toy's weights stay in the cache whatever one does
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, LinearShape]:
-    """A layer's products, in order."""
-    output, gate_up, down = linear_shapes(config)
-    return {"qkv": qkv_shape(config), "output": output, "gate_up": gate_up, "down": down}
+    """A layer's products, in order. Raises NotSupportedError for a mixture of experts."""
+    if config.moe is not None:
+        raise NotSupportedError(f"{config.architecture}: bench does not count the products of a mixture of experts yet")
+    gate_up, down = mlp_shapes(config, config.intermediate_size)
+    return {"qkv": qkv_shape(config), "output": output_shape(config), "gate_up": gate_up, "down": down}
 
 
 def num_copies(num_bytes: int) -> int:
@@ -52,7 +56,7 @@ class ModelCost:
     def of(config: ModelConfig, dtype: torch.dtype) -> ModelCost:
         layer = sum(map(num_weights, layer_shapes(config).values()))
         head = num_weights(vocabulary_shape(config))
-        return ModelCost(config.num_layers * layer, head, weight_bytes(config, dtype))
+        return ModelCost(config.num_layers * layer, head, weight_bytes(config, PackedFormat(dtype)))
 
     def flops(self, num_computed_tokens: int, num_wanted_rows: int) -> float:
         """2 x weights of the layers a computed token + 2 x head a row whose logits are wanted; no attention."""

@@ -1,15 +1,18 @@
-"""BlockPool: every block of the KV cache, the free queue, and the hash table over full blocks.
+"""BlockPool: every block of the KV cache, the free ones in two places, and the hash table over full blocks.
 
-Knows blocks and hashes, no requests. A block is held (ref_count > 0) or in the free queue, never both:
-free + used == total. A free block keeps its hash, and may be hit, until allocation reaches it; allocation takes the
-head of the queue and so evicts the block that was freed longest ago. Called by KVCacheManager only.
+Knows blocks and hashes, no requests. A block is held (ref_count > 0), or in the free queue, or retained, because
+somebody who waits will ask for it: free + retained + used == total. A free block keeps its hash, and may be hit, until
+allocation reaches it. Allocation empties the queue first, whose head was freed longest ago, and then takes of the
+retained ones the one that is asked for last. Where the future is not known, nothing is retained: plain LRU. Called by
+KVCacheManager only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagedllm.cache.block import FreeBlockQueue, KVCacheBlock
+from pagedllm.cache.future_uses import FutureUses, RetainedBlocks
 
 
 class BlockPool:
@@ -19,15 +22,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeBlockQueue(self.blocks)
+        self.uses = FutureUses()
+        self.retained = RetainedBlocks(self.uses)
         self._cached_blocks: dict[bytes, KVCacheBlock] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self.free_block_queue)
+        """Those that can be allocated: in the queue or retained."""
+        return len(self.free_block_queue) + len(self.retained)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self.free_block_queue)
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -35,7 +41,10 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
         """Blocks with ref_count 1 and no hash; the caller has checked that so many are free."""
-        blocks = [self.free_block_queue.popleft() for _ in range(num_blocks)]
+        queue = self.free_block_queue
+        num_queued = min(num_blocks, len(queue))
+        blocks = [queue.popleft() for _ in range(num_queued)]
+        blocks += [self.retained.pop_furthest() for _ in range(num_blocks - num_queued)]
         for block in blocks:
             if block.block_hash is not None:
                 self.forget(block)
@@ -43,19 +52,32 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more holder for each; a free one leaves the queue."""
+        """One more holder for each; a free one leaves its place."""
         for block in blocks:
             if block.ref_count == 0:
-                self.free_block_queue.remove(block)
+                (self.retained if block in self.retained else self.free_block_queue).remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One holder less for each; those without any go to the queue's tail, in the order given."""
+        """One holder less for each; those without any are retained or go to the queue's tail, in the order given."""
         for block in blocks:
             assert block.ref_count > 0, f"block {block.block_id} is freed by nobody who holds it"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_block_queue.append(block)
+                next_use = self.uses.next_use(block.block_hash)
+                if next_use is None:
+                    self.free_block_queue.append(block)
+                else:
+                    self.retained.add(block, next_use)
+
+    def expect(self, block_hashes: Sequence[bytes], rank: int) -> None:
+        """Somebody with this rank will ask for these: those that are free already are retained from now on."""
+        self.uses.add(block_hashes, rank)
+        for block_hash in block_hashes:
+            block = self._cached_blocks.get(block_hash)
+            if block is not None and block.ref_count == 0 and block not in self.retained:
+                self.free_block_queue.remove(block)
+                self.retained.add(block, rank)
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
         return self._cached_blocks.get(block_hash)
@@ -70,8 +92,11 @@ class BlockPool:
         return True
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Takes a block out of the hash table; it stays where it is otherwise."""
+        """Takes a block out of the hash table; it is free or held as before."""
         if block.block_hash is not None:
+            if block in self.retained:
+                self.retained.remove(block)
+                self.free_block_queue.append(block)
             del self._cached_blocks[block.block_hash]
             block.block_hash = None
             block.is_pending = False

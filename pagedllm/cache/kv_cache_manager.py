@@ -59,6 +59,7 @@ class KVCacheManager:
         self._pending: dict[str, list[KVCacheBlock]] = {}  # by owner's request id
         self._pending_users: dict[KVCacheBlock, list[Request]] = {}
         self._copies: dict[KVCacheBlock, KVCacheBlock] = {}  # target -> source, which is held until it is told
+        self._expected: dict[str, tuple[list[bytes], int]] = {}  # by request id: blocks it will ask for, its rank
         self._num_table_slots = 0  # of all tables, shared blocks counted for each holder
         self._num_filled_slots = 0
 
@@ -90,6 +91,21 @@ class KVCacheManager:
         """The whole table."""
         return (tuple([block.block_id for block in self._tables[request.request_id].blocks]),)
 
+    # Who waits
+
+    def expect(self, request: Request) -> None:
+        """Retains what the request will ask for, until it is admitted or `stop_expecting`; by its rank."""
+        if self.enable_prefix_caching:
+            extend_block_hashes(request, self.block_size, self.hash_function)
+            block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
+            self._expected[request.request_id] = block_hashes, request.rank
+            self.pool.expect(block_hashes, request.rank)
+
+    def stop_expecting(self, request: Request) -> None:
+        """Nothing is done for a request that is not expected."""
+        block_hashes, rank = self._expected.pop(request.request_id, ([], 0))
+        self.pool.uses.remove(block_hashes, rank)
+
     # Admission
 
     def get_computed_blocks(self, request: Request, max_num_tokens: int) -> tuple[list[KVCacheBlock], ...]:
@@ -116,6 +132,7 @@ class KVCacheManager:
         """Gives the request a table that begins with these blocks; returns how many tokens they hold."""
         (hits,) = computed_blocks
         assert request.request_id not in self._tables
+        self.stop_expecting(request)
         self.pool.hold(hits)
         for block in hits:
             if block.is_pending:

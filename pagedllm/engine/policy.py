@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagedllm.config import SchedulingPolicy
-from pagedllm.errors import NotSupportedError
 from pagedllm.request import Request
 
 PolicyKey = tuple[int, ...]
 
 
 class Policy(Protocol):
+    plans_ahead: bool
+    """Whether who waits is known well enough to keep blocks for them, and to leave room for outputs to come."""
+
     def admission_key(self, request: Request) -> PolicyKey:
         """The smallest is admitted, and served, first."""
         ...
@@ -29,6 +31,8 @@ class Policy(Protocol):
 class FCFSPolicy:
     """First come, first served; the latest comer is preempted."""
 
+    plans_ahead = False
+
     def admission_key(self, request: Request) -> PolicyKey:
         return (request.arrival,)
 
@@ -39,11 +43,25 @@ class FCFSPolicy:
 class PriorityPolicy:
     """Lower `priority` first, then first come; the least urgent is preempted, the latest among equals."""
 
+    plans_ahead = False
+
     def admission_key(self, request: Request) -> PolicyKey:
         return (request.priority, request.arrival)
 
     def victim_key(self, request: Request) -> PolicyKey:
         return (request.priority, request.arrival)
+
+
+class OfflinePolicy:
+    """By the rank that the plan of the whole job gives (offline_plan.py); the last in the plan is preempted."""
+
+    plans_ahead = True
+
+    def admission_key(self, request: Request) -> PolicyKey:
+        return (request.rank, request.arrival)
+
+    def victim_key(self, request: Request) -> PolicyKey:
+        return (request.rank, request.arrival)
 
 
 def make_policy(name: SchedulingPolicy) -> Policy:
@@ -52,5 +70,5 @@ def make_policy(name: SchedulingPolicy) -> Policy:
     if name == "priority":
         return PriorityPolicy()
     if name == "offline":
-        raise NotSupportedError("scheduling_policy='offline' is not supported yet: pass 'fcfs' or 'priority'")
+        return OfflinePolicy()
     raise ValueError(f"scheduling_policy must be 'fcfs', 'priority' or 'offline', got {name!r}")

@@ -26,6 +26,22 @@ NUM_DUMPED = 8
 NON_FINITE_ADVICE = "the model's weights may be damaged, or overflow in this dtype; try dtype='float32'"
 
 
+class OutputOutlook:
+    """How long outputs are expected to be: the share of their limit that those before took, half of it at first."""
+
+    def __init__(self) -> None:
+        self._num_tokens, self._num_allowed = 512, 1024
+
+    def learn(self, request: Request) -> None:
+        self._num_tokens += request.num_output_tokens
+        self._num_allowed += request.max_output_tokens
+
+    def num_output_tokens(self, request: Request) -> int:
+        """More than the request has, no more than it may have."""
+        expected = request.max_output_tokens * self._num_tokens // self._num_allowed
+        return min(request.max_output_tokens, max(expected, request.num_output_tokens + 1))
+
+
 class Scheduler:
     def __init__(
         self,
@@ -55,6 +71,7 @@ class Scheduler:
         self._waiting: list[tuple[PolicyKey, int, Request]] = []  # a heap, in which aborted ones stay for a while
         self._num_aborted_waiting = 0
         self._num_arrivals = 0
+        self._outlook = OutputOutlook()
         self._held_rows: dict[str, None] = {}  # ids that the runner has a row for
         self._released: list[str] = []  # ids to tell in the next plan
         self._last_released: tuple[str, ...] = ()  # in the latest plan, which may have failed
@@ -70,6 +87,7 @@ class Scheduler:
         )
         scheduler.stats = self.stats
         scheduler._num_arrivals = self._num_arrivals
+        scheduler._outlook = self._outlook
         scheduler._released = list(dict.fromkeys((*self._last_released, *self._released, *self._held_rows)))
         return scheduler
 
@@ -98,6 +116,7 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         is_waiting = request.status is not RequestStatus.RUNNING
+        self.kv_cache.stop_expecting(request)
         request.finish_reason = "abort"
         self._end(request)
         if is_waiting:
@@ -162,8 +181,10 @@ class Scheduler:
         """Looks at the head of the waiting queue only; returns the budget that is left.
 
         A request is admitted if all its present tokens fit and each running one could still take one more block: they
-        will ask for it within block_size steps.
+        will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are expected to
+        ask for, and this one too, unless nobody runs.
         """
+        num_spare = self._num_blocks_to_come()
         while budget and self._waiting and len(self.running) < self.max_num_seqs:
             request = self._waiting[0][-1]
             if request.is_finished:
@@ -172,8 +193,10 @@ class Scheduler:
                 continue
             last_index = len(request.token_ids) - 1  # the only logits wanted, and never taken from the cache
             computed_blocks = self.kv_cache.get_computed_blocks(request, last_index)
-            if not self.kv_cache.can_admit(request, computed_blocks, len(self.running)):
+            num_own = self._num_blocks_ahead(request) if self.policy.plans_ahead and self.running else 0
+            if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
+            num_spare += max(num_own, 1)
             heapq.heappop(self._waiting)
             num_cached_tokens = self.kv_cache.admit(request, computed_blocks)
             self._count_admission(request, num_cached_tokens)
@@ -202,6 +225,18 @@ class Scheduler:
                 ),
             )
         return budget
+
+    def _num_blocks_to_come(self) -> int:
+        """Blocks to leave free for those that run."""
+        if not self.policy.plans_ahead or not self._waiting:
+            return len(self.running)
+        return sum(map(self._num_blocks_ahead, self.running))
+
+    def _num_blocks_ahead(self, request: Request) -> int:
+        """That the request is expected to take yet, besides those of its present tokens; at least one."""
+        num_tokens, block_size = len(request.token_ids), self.kv_cache.block_size
+        num_to_come = self._outlook.num_output_tokens(request) - request.num_output_tokens
+        return max(1, -(-(num_tokens + num_to_come) // block_size) - -(-num_tokens // block_size))
 
     def _preempt_victim(self, scheduled: dict[str, ScheduledRequest]) -> int:
         """Preempts the policy's choice, and drops it from the plan; returns the tokens it had been given there."""
@@ -299,10 +334,14 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         heapq.heappush(self._waiting, (self.policy.admission_key(request), request.arrival, request))
+        if self.policy.plans_ahead:
+            self.kv_cache.expect(request)
 
     def _end(self, request: Request) -> None:
         """Lets go of a request whose finish_reason is set; it is kept in `ended` for the caller."""
         was_running = request.status is RequestStatus.RUNNING
+        if request.finish_reason in ("stop", "length"):
+            self._outlook.learn(request)
         request.status = RequestStatus.FINISHED
         self.ended.append(request)
         del self.requests[request.request_id]

@@ -1,129 +1,206 @@
-"""The files of a job: every check before the model loads, whole lines only while it runs.
+"""The output of a job: what stands there already, every check before the model loads, and how OUT comes about.
 
-Results go to OUT.partial, which takes OUT's name when the job is finished, so an earlier OUT stays until then. A
-device, a pipe and "-" (stdin, stdout) are read and written as they are.
+    OUT.partial         the journal (journal.py): finished rows, as they finish
+    OUT.manifest.json   what the job is: it tells whether another run may continue
+    OUT                 made at the end from input and journal, in one go; an earlier OUT stays until then
+
+A device, a pipe and "-" are written as they are (StreamFile); nothing can be continued there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, Literal
 
-from pagedllm.errors import NotSupportedError
+import numpy as np
+
+from pagedllm.jobs.formats import JobRefused, result_line
+from pagedllm.jobs.journal import Journal, read_manifest, sync_folder, write_manifest
+from pagedllm.jobs.openai import OpenAILines
+from pagedllm.jobs.planned import NO_PLACE, RowTable
+from pagedllm.jobs.source import Source
 
 IfExists = Literal["resume", "overwrite", "fail"]
-SYNC_SECONDS = 1.0
+Retry = Literal["failed", "cut"]
+Order = Literal["input", "completion"]
+CHUNK_ROWS = 4096
 
 
-@contextlib.contextmanager
-def open_input(path: str) -> Iterator[BinaryIO]:
-    if path == "-":
-        yield sys.stdin.buffer
-        return
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, "the input is a folder", path)
-    with open(path, "rb") as stream:
-        yield stream
+class JobFiles:
+    """A regular OUT and its companions. Raises as `check_output`, and FileExistsError for files of somebody else."""
 
-
-class ResultFile:
-    """Where result lines go. `write` puts one whole line out; `commit` finishes the file; `close` leaves it as it is.
-
-    Raises, before anything is written: FileNotFoundError, IsADirectoryError, FileExistsError, PermissionError, and
-    ValueError where output and input are one file, by whatever names.
-    """
-
-    def __init__(self, output: str, input: str, if_exists: IfExists | None = None) -> None:
-        if if_exists not in (None, "resume", "overwrite", "fail"):
-            raise ValueError(f"if_exists must be 'resume', 'overwrite' or 'fail', got {if_exists!r}")
-        if if_exists == "resume":
-            raise NotSupportedError("if_exists='resume' is not supported yet: pass 'overwrite', or another output")
-        self.num_lines = 0
-        self._size = 0
-        self._synced = time.monotonic()
-        self._partial: Path | None = None
-        self._is_owner = True
-        if output == "-":
-            sys.stdout.flush()
-            self._fd, self._is_owner = sys.stdout.fileno(), False
+    def __init__(self, output: str, inputs: list[str], if_exists: IfExists) -> None:
+        self.final = Path(os.path.realpath(output))
+        self.partial = self.final.with_name(self.final.name + ".partial")
+        self.manifest_path = self.final.with_name(self.final.name + ".manifest.json")
+        self._new = self.final.with_name(self.final.name + ".new")
+        check_output([self.final, self.partial, self.manifest_path, self._new], output, inputs)
+        self.manifest = None if if_exists == "overwrite" else read_manifest(self.manifest_path)
+        self._journal: Journal | None = None
+        self._is_fresh = self.manifest is None
+        if if_exists == "overwrite":
             return
-        if os.path.exists(output) and not os.path.isfile(output) and not os.path.isdir(output):
-            self._fd = os.open(output, os.O_WRONLY)
-            return
-        self._final = Path(os.path.realpath(output))
-        check_output(self._final, output, input, overwrite=if_exists == "overwrite")
-        self._partial = self._final.with_name(self._final.name + ".partial")
-        mode = os.O_TRUNC if if_exists == "overwrite" else os.O_EXCL
-        try:
-            self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | mode, 0o666)
-        except FileExistsError:
-            text = (
-                "an earlier run left its first results here; if_exists='overwrite' (--if-exists overwrite) drops them"
-            )
-            raise FileExistsError(errno.EEXIST, text, str(self._partial)) from None
+        is_ours = self.manifest is not None and if_exists == "resume"
+        for path in (self.final, self.partial):
+            if path.exists() and not is_ours and not (path is self.partial and path.stat().st_size == 0):
+                text = "the output exists" if if_exists == "fail" else "this file is not of a job that can be continued"
+                text += "; if_exists='overwrite' (--if-exists overwrite) replaces it"
+                raise FileExistsError(errno.EEXIST, text, str(path))
 
     @property
-    def partial(self) -> Path | None:
-        """The file that holds the lines until `commit`; None for a device, a pipe or stdout."""
-        return self._partial
+    def is_finished(self) -> bool:
+        return self.manifest is not None and self.manifest["state"] == "finished" and self.final.exists()
+
+    def begin(self, job: Mapping[str, Any], *, may_grow: bool) -> Journal:
+        """Opens the journal of this job. may_grow: max_tokens may be larger than before.
+
+        Raises JobRefused where the files are of a job that differs, and FileExistsError where another run has them.
+        """
+        if self.manifest is None:
+            self._journal = Journal(self.partial, is_new=True)
+        else:
+            _check_same(self.manifest["job"], job, may_grow)
+            self._journal = Journal(self.partial, is_new=self.is_finished)
+        return self._journal
+
+    def note(self, job: Mapping[str, Any], state: str, **values: Any) -> None:
+        self.manifest = {"state": state, "job": dict(job), **values}
+        write_manifest(self.manifest_path, self.manifest)
+
+    def commit(self, source: Source, table: RowTable, order: Order, lines: OpenAILines | None) -> None:
+        """Makes OUT: the rows of the table, each with the journal's columns. All of them must be in the journal.
+
+        lines: the form of the results, where they are no plain rows.
+        """
+        assert self._journal is not None
+        self._journal.sync()
+        try:
+            with open(self._new, "wb", buffering=1 << 20) as stream:
+                for line in _result_lines(source, table, self._journal, order, lines):
+                    stream.write(line)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(self._new, self.final)
+        except BaseException:
+            self._new.unlink(missing_ok=True)
+            raise
+        sync_folder(self.final.parent)
+
+    def drop_journal(self) -> None:
+        """OUT and the manifest say it all now."""
+        self.partial.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """May be called again. A journal without a line goes, and with it the manifest that was made for it."""
+        if self._journal is None:
+            return
+        if self._journal.num_lines == 0 and not (self.manifest and self.manifest["state"] == "finished"):
+            self.partial.unlink(missing_ok=True)
+            if self._is_fresh:
+                self.manifest_path.unlink(missing_ok=True)
+        self._journal.close()
+        self._journal = None
+
+
+def _result_lines(
+    source: Source, table: RowTable, journal: Journal, order: Order, form: OpenAILines | None
+) -> Iterator[bytes]:
+    journal.index()
+    ids = table.all_ids()
+    places = range(0, len(ids), CHUNK_ROWS)
+    positions = np.arange(len(ids))
+    if order == "completion":
+        lines = np.concatenate([journal.find(ids[begin : begin + CHUNK_ROWS]) for begin in places] or [positions])
+        positions = np.argsort(lines, kind="stable")
+    for begin in places:
+        chunk = positions[begin : begin + CHUNK_ROWS]
+        for position, line in zip(chunk.tolist(), journal.find(ids[chunk]).tolist(), strict=True):
+            assert line >= 0, f"row {table.rows[position]} has no result"
+            place = table.places[position]
+            raw = None if place == NO_PLACE else source.line_at(place).decode()
+            columns = journal.columns_at(line).decode()
+            if form is None:
+                yield result_line(raw, f'{columns}, "row": {table.rows[position]}')
+            else:
+                yield form.render(raw, json.loads(f"{{{columns}}}"), bytes(ids[position]).hex())
+
+
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], may_grow: bool) -> None:
+    for name in new:
+        before, now = old.get(name), new[name]
+        if before == now:
+            continue
+        if name == "sampling" and isinstance(before, dict):
+            for key in sorted({*before, *now}):
+                is_growth = key == "max_tokens" and may_grow and _is_larger(now.get(key, 0), before.get(key, 0))
+                if before.get(key) != now.get(key) and not is_growth:
+                    hint = "; it may grow with --retry cut" if key == "max_tokens" else ""
+                    _refuse(key, before.get(key, "unset"), now.get(key, "unset"), hint)
+            continue
+        _refuse(name, before, now, "")
+
+
+def _refuse(name: str, before: object, now: object, hint: str) -> None:
+    raise JobRefused(
+        f"the job there was run with another {name}: {before!r} -> {now!r}{hint}; "
+        "if_exists='overwrite' (--if-exists overwrite) starts anew"
+    )
+
+
+def _is_larger(now: int | None, before: int | None) -> bool:
+    return now is None or (before is not None and now > before)
+
+
+class StreamFile:
+    """A device, a pipe or stdout: whole lines, at once."""
+
+    def __init__(self, output: str) -> None:
+        self.num_lines = 0
+        self._is_owner = output != "-"
+        if self._is_owner:
+            self._fd = os.open(output, os.O_WRONLY)
+        else:
+            sys.stdout.flush()
+            self._fd = sys.stdout.fileno()
 
     def write(self, line: bytes) -> None:
         view = memoryview(line)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError:
-            self._drop_torn_line()
-            raise
-        self._size += len(line)
+        while view:
+            view = view[os.write(self._fd, view) :]
         self.num_lines += 1
-        if self._partial is not None and time.monotonic() - self._synced >= SYNC_SECONDS:
-            os.fsync(self._fd)
-            self._synced = time.monotonic()
-
-    def commit(self) -> None:
-        """Syncs the lines to disk and gives the file its name."""
-        if self._partial is None:
-            return
-        os.fsync(self._fd)
-        os.replace(self._partial, self._final)
-        self._partial = None
-        folder = os.open(self._final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def close(self) -> None:
-        """May be called again. What is written stays in `partial`; an empty partial file is removed."""
+        """May be called again."""
         if self._is_owner:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
             self._is_owner = False
-            if self._partial is not None and self.num_lines == 0:
-                self._partial.unlink()
-                self._partial = None
-
-    def _drop_torn_line(self) -> None:
-        """After a failed write: a disk that is full may hold the first part of a line."""
-        if self._partial is not None:
-            os.ftruncate(self._fd, self._size)
 
 
-def check_output(final: Path, output: str, input: str, *, overwrite: bool) -> None:
-    """Raises as ResultFile does; final: `output` with its links resolved."""
+def is_stream(output: str) -> bool:
+    return output == "-" or (os.path.exists(output) and not os.path.isfile(output) and not os.path.isdir(output))
+
+
+def check_output(paths: list[Path], output: str, inputs: list[str]) -> None:
+    """paths: all that may be written, the output's own with its links resolved first.
+
+    Raises FileNotFoundError, IsADirectoryError, PermissionError, and ValueError where an output is an input, by
+    whatever names.
+    """
+    final = paths[0]
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the output's folder does not exist", str(final.parent))
     if final.is_dir():
         raise IsADirectoryError(errno.EISDIR, "the output is a folder", output)
-    for path in (final, final.with_name(final.name + ".partial")):
-        if input != "-" and path.exists() and path.samefile(input):
-            raise ValueError(f"input {input!r} and output {str(path)!r} are the same file")
-    if final.exists() and not overwrite:
-        text = "the output exists; if_exists='overwrite' (--if-exists overwrite) replaces it"
-        raise FileExistsError(errno.EEXIST, text, output)
+    for path in paths:
+        for input in inputs:
+            if input != "-" and path.exists() and path.samefile(input):
+                raise ValueError(f"input {input!r} and output {str(path)!r} are the same file")
+    if not os.access(final.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "the output's folder cannot be written to", str(final.parent))

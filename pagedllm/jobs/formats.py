@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
-from pagedllm.errors import RequestError
+from pagedllm.errors import PagedLLMError, RequestError
 from pagedllm.outputs import RESULT_COLUMNS
 from pagedllm.prompts import Prompt, brief, check_conversation
 
 MAX_LINE_BYTES = 16 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COLUMNS_HEAD = b'"output": '  # the first of the result's columns
 LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # JSON allows them raw, str.splitlines breaks
 
 
@@ -30,48 +31,43 @@ class Row:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     raw: str | None = None
     clash: str | None = None  # a field that has the name of a result column
+    identity: bytes | None = None  # what its key is made of, where that is not prompt and params
+
+
+class JobRefused(PagedLLMError, ValueError):
+    """The files there belong to another job, or the lines to more than one. No result was touched."""
 
 
 class LineError(ValueError):
     """A line is no row; the text says why."""
 
 
-def read_rows(stream: BinaryIO) -> Iterator[Row]:
-    for index, line in enumerate(read_lines(stream)):
-        yield parse_row(line, index)
-
-
-def count_rows(path: str) -> int:
-    with open(path, "rb") as stream:
-        return sum(1 for _ in read_lines(stream))
-
-
-def read_lines(stream: BinaryIO) -> Iterator[bytes | None]:
-    """Lines that are not blank, without their ends; None for one of more than MAX_LINE_BYTES."""
-    is_first = True
+def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, text) of the lines that are not blank; no ends, and None for a line of more than MAX_LINE_BYTES."""
+    offset = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
-        if is_first:
-            line, is_first = line.removeprefix(BYTE_ORDER_MARK), False
+        end = offset + len(line)
+        text: bytes | None = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
         if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            text = None
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_LINE_BYTES)
-            yield None
-        elif line := line.strip():
-            yield line
+                end += len(line)
+        if text is None or (text := text.strip()):
+            yield offset, text
+        offset = end
 
 
 def parse_row(line: bytes | None, index: int) -> Row:
     """The row of a line; what is wrong with it is its prompt's error."""
     raw: str | None = None
     try:
-        if line is None:
-            raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
-        values = _parse_object(line)
+        values = parse_object(line)
         clash = next((name for name in RESULT_COLUMNS if name in values), None)
         if clash is not None:
             text = f"the field {clash!r} has the name of a result column: rename it"
             return Row(index, Prompt(error=RequestError("invalid_json_line", text)), clash=clash)
-        raw = line.decode()
+        raw = (line or b"").decode()
         return Row(index, _parse_prompt(values), _parse_params(values), raw)
     except LineError as error:
         return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
@@ -79,16 +75,21 @@ def parse_row(line: bytes | None, index: int) -> Row:
         return Row(index, Prompt(error=error), raw=raw)
 
 
-def result_line(row: Row, columns: Mapping[str, Any]) -> bytes:
-    """One line with its newline: the input's fields as they were, then the columns."""
-    added = json.dumps(columns, ensure_ascii=False)
-    if row.raw is not None:
-        head = row.raw[:-1].rstrip()
-        added = f"{head}{'' if head == '{' else ', '}{added[1:]}"
-    return (added.translate(LINE_BREAKS) + "\n").encode()
+def result_line(raw: str | None, columns: str) -> bytes:
+    """One line with its newline: the input's fields as they were, then the columns (JSON without braces)."""
+    head = "{" if raw is None else raw[:-1].rstrip().translate(LINE_BREAKS)
+    return f"{head}{'' if head == '{' else ', '}{columns}}}\n".encode()
 
 
-def _parse_object(line: bytes) -> dict[str, Any]:
+def columns_text(columns: Mapping[str, Any]) -> str:
+    """JSON without braces, on one line for every reader."""
+    return json.dumps(columns, ensure_ascii=False)[1:-1].translate(LINE_BREAKS)
+
+
+def parse_object(line: bytes | None) -> dict[str, Any]:
+    """Raises LineError for a line that is no JSON object; None is one that was too long."""
+    if line is None:
+        raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
     try:
         value = json.loads(
             line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from pagedllm.jobs.runner import JobReport
+from pagedllm.jobs.report import JobReport
 from pagedllm.progress import Bar, is_watched
 
 LINE_SECONDS = 30.0

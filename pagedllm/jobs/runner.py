@@ -1,214 +1,291 @@
-"""A job: rows of a file through the engine, results in input order, as they finish.
+"""A job: the rows of a file through the engine into a file of results, never lost, never computed twice.
 
-`open_job` checks the files and the first row before a model is loaded; `Job.run` reads a bounded window of rows ahead,
-so neither a huge file nor a slow first row fills the memory. A bad row costs itself only.
+`open_job` checks files and parameters before a model is loaded; `Job.run` does the work. With a regular file as OUT the
+whole job is planned (planned.py), every finished row is in the journal at once, and the same call again continues; to a
+pipe or stdout rows go as they come (stream.py). A bad row costs itself only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
-from array import array
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
 from typing import Any
 
+import pagedllm
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
-from pagedllm.errors import NotSupportedError, PagedLLMError, RequestError
-from pagedllm.jobs.files import IfExists, ResultFile, open_input
-from pagedllm.jobs.formats import Row, count_rows, read_rows, result_line
-from pagedllm.outputs import RequestOutput, result_columns
-from pagedllm.request import Request
-from pagedllm.request_builder import ChatOptions, EncodedPrompt, stream_key
-from pagedllm.sampling_params import SamplingParams
+from pagedllm.config import EngineConfig
+from pagedllm.errors import NotSupportedError, PagedLLMError
+from pagedllm.fingerprint import model_digest
+from pagedllm.jobs.files import IfExists, JobFiles, Order, Retry, StreamFile, is_stream
+from pagedllm.jobs.formats import columns_text, parse_row, result_line
+from pagedllm.jobs.journal import Journal
+from pagedllm.jobs.openai import OpenAILines, is_openai_line
+from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
+from pagedllm.jobs.report import JobReport
+from pagedllm.jobs.rows import RowReader
+from pagedllm.jobs.source import Line, Source, find_inputs
+from pagedllm.jobs.stream import StreamWork
+from pagedllm.outputs import RESULT_COLUMNS, result_columns
+from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
-CHUNK_ROWS = 64  # encoded in one batch
-SEQS_AHEAD = 4  # requests in the engine, in units of what it runs at once: enough to choose from
-MAX_HELD_BYTES = 64 << 20  # of result lines that wait for an earlier row
 NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
+RECOVERY_ROWS = 1024
+TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".arrow", ".xlsx")
+OnProgress = Callable[[JobReport], None]
 
 
 class TooManyFailures(PagedLLMError):
-    """The first rows all failed; the message quotes the first reason."""
+    """The first rows all failed, or more rows than the caller allows; the message quotes the first reason."""
 
 
-@dataclass(slots=True)
-class JobReport:
-    """Counts of a job, so far or at its end."""
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """The keywords of `open_job`, checked."""
 
-    num_rows: int = 0
-    num_failed: int = 0
-    num_cut: int = 0  # ended by a length
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    seconds: float = 0.0
-    peak_num_blocks: int = 0
-    num_blocks: int = 0
-    block_size: int = 0
-    bytes_per_block: int = 0
-    first_error: str = ""
+    sampling_params: Mapping[str, Any]
+    if_exists: IfExists = "resume"
+    retry: Retry | None = None
+    limit: int | None = None
+    shard: tuple[int, int] = (1, 1)
+    order: Order = "input"
+    max_failed: int | float | None = None  # rows, or a share (a float)
 
-    def count(self, output: RequestOutput) -> None:
-        self.num_rows += 1
-        if output.error is not None:
-            self.num_failed += 1
-            self.first_error = self.first_error or f"row {output.index}: {output.error.code}: {output.error.message}"
-            return
-        completion = output.outputs[0]
-        self.num_cut += completion.finish_reason == "length"
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_completion_tokens += len(completion.token_ids)
-        self.num_cached_tokens += output.num_cached_tokens
-        self.num_preemptions += output.metrics.num_preemptions if output.metrics else 0
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("if_exists", ("resume", "overwrite", "fail")),
+            ("retry", (None, "failed", "cut")),
+            ("order", ("input", "completion")),
+        ):
+            if getattr(self, name) not in choices:
+                words = ", ".join(repr(choice) for choice in choices)
+                raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
+        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
+            raise ValueError(f"limit must be None or an int >= 1, got {self.limit!r}")
+        number, num_shards = self.shard
+        if not 1 <= number <= num_shards:
+            raise ValueError(f"shard must be (i, n) with 1 <= i <= n, got {self.shard!r}")
+        if self.max_failed is not None and not 0 <= self.max_failed <= (
+            1 if isinstance(self.max_failed, float) else float("inf")
+        ):
+            raise ValueError(f"max_failed must be None, an int >= 0 or a share from 0.0 to 1.0, got {self.max_failed}")
+        if self.retry is not None and self.if_exists != "resume":
+            raise ValueError(f"retry={self.retry!r} continues a job: it needs if_exists='resume'")
 
 
 class Job:
     """Rows in, lines out. Made by `open_job`, which closes the files."""
 
     def __init__(
-        self, input: str, rows: Iterator[Row], results: ResultFile, sampling_params: Mapping[str, Any]
+        self,
+        source: Source | None,
+        lines: Iterator[Line],
+        output: JobFiles | StreamFile,
+        options: JobOptions,
+        openai: OpenAILines | None = None,
     ) -> None:
-        self._input = input
-        self._rows = rows
-        self._results = results
-        self._given_params = sampling_params
+        self._source = source  # None: nothing to do
+        self._lines = lines
+        self._output = output
+        self._options = options
+        self._openai = openai  # None: plain rows
+        self._journal: Journal | None = None
+        self._num_first_failed = 0
+        self._num_rows: int | None = None  # of the whole job, where it is known
         self.report = JobReport()
+        self.is_done = False  # by an earlier run: nothing to do
 
     @property
     def partial(self) -> Path | None:
         """The file that holds what is written until the job is finished."""
-        return self._results.partial
+        return self._output.partial if isinstance(self._output, JobFiles) and self._output.partial.exists() else None
 
     @property
     def num_written(self) -> int:
-        return self._results.num_lines
+        if isinstance(self._output, StreamFile):
+            return self._output.num_lines
+        return self._journal.num_lines if self._journal is not None else 0
 
     def count_rows(self) -> int | None:
         """How many rows the input has; None where it cannot be read twice."""
-        return None if self._input == "-" or not os.path.isfile(self._input) else count_rows(self._input)
+        if self._num_rows is None and self._source is not None:
+            self._num_rows = self._source.count()
+        return self._num_rows
 
-    def run(self, assembly: Assembly, seed: int, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
-        """Runs all rows and gives the result file its name; on_progress is told after each step.
+    def allows_failures(self) -> bool:
+        """Whether no more rows failed than `max_failed` allows."""
+        limit = self._options.max_failed
+        if isinstance(limit, float):
+            limit = limit * self.report.num_rows
+        return self.report.num_failed <= (limit or 0)
 
-        Raises TooManyFailures, ModelError for the model's own sampling defaults, and OSError where a result cannot be
-        written; what is written then stays.
+    def run(self, assembly: Assembly, config: EngineConfig, on_progress: OnProgress | None = None) -> JobReport:
+        """Runs all rows and makes the result file; on_progress is told after each step.
+
+        Raises JobRefused where the files there are of another job, TooManyFailures, ModelError for the model's own
+        sampling defaults, and OSError where a result cannot be written; what is written then stays.
         """
+        if self.is_done:
+            return self.report
         started = time.perf_counter()
+        if isinstance(self._options.max_failed, float):
+            self.count_rows()
         assembly.defaults.params()  # a wrong generation_config.json is not every row's error
-        defaults = {**assembly.defaults.values, **self._given_params}
-        work = _Work(assembly, self._rows, seed, defaults)
-        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(self._given_params)}", INFO)
+        defaults = {**assembly.defaults.values, **self._options.sampling_params}
+        parse = parse_row if self._openai is None else self._openai.parse
+        reader = RowReader(assembly, self._lines, parse, config.seed, defaults)
+        given = self._options.sampling_params
+        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
-        with contextlib.closing(work.steps()) as steps:
-            for finished in steps:
-                for row, output in finished:
-                    self._results.write(result_line(row, result_columns(output)))
-                    report.count(output)
-                    if report.num_rows == report.num_failed == NUM_FIRST_ROWS:
-                        raise TooManyFailures(f"the first {NUM_FIRST_ROWS} rows all failed; {report.first_error}")
-                report.seconds = time.perf_counter() - started
-                report.peak_num_blocks = assembly.engine.stats.peak_num_blocks
-                if on_progress is not None:
-                    on_progress(report)
-        self._results.commit()
+
+        def note_step() -> None:
+            report.seconds = time.perf_counter() - started
+            report.peak_num_blocks = assembly.engine.stats.peak_num_blocks
+            if on_progress is not None:
+                on_progress(report)
+
+        if isinstance(self._output, StreamFile):
+            self._run_stream(assembly, reader, self._output, note_step)
+        else:
+            self._run_file(assembly, reader, self._output, job_of(assembly, config, defaults), note_step)
+        self._tell_of_lines(assembly, config)
         return report
 
+    def _run_stream(
+        self, assembly: Assembly, reader: RowReader, output: StreamFile, note_step: Callable[[], None]
+    ) -> None:
+        work = StreamWork(assembly, reader, is_ordered=self._options.order == "input")
+        with contextlib.closing(work.steps()) as steps:
+            for finished in steps:
+                for ready, result in finished:
+                    columns = result_columns(result)
+                    if self._openai is None:
+                        output.write(result_line(ready.row.raw, columns_text(columns)))
+                    else:
+                        output.write(self._openai.render(ready.row.raw, columns, ready.id.hex()))
+                    self.report.count(result)
+                    if result.error is not None:
+                        self._check_failures(ready.row.index)
+                note_step()
 
-class _Work:
-    """The rows of a job on their way: read, in the engine, or finished and waiting for an earlier one."""
+    def _run_file(
+        self,
+        assembly: Assembly,
+        reader: RowReader,
+        files: JobFiles,
+        job: Mapping[str, Any],
+        note_step: Callable[[], None],
+    ) -> None:
+        assert self._source is not None
+        was_finished = files.is_finished
+        journal = self._journal = files.begin(job, may_grow=self._options.retry == "cut")
+        if was_finished:
+            if self._openai is not None:
+                text = "a finished OpenAI batch whose input or settings changed is not continued yet"
+                raise NotSupportedError(f"{text}: pass another output, or if_exists='overwrite'")
+            self._recover(assembly, files.final, journal, reader)
+        if self._openai is not None and files.manifest is not None:
+            self._openai.created = files.manifest.get("created", self._openai.created)
+        created = self._openai.created if self._openai is not None else int(time.time())
+        files.note(job, "running", pagedllm=pagedllm.__version__, created=created)
+        num_before = journal.num_lines
+        if journal.num_damaged:
+            assembly.notices.tell(f"{files.partial}: {journal.num_damaged:,} damaged lines are left out")
 
-    def __init__(self, assembly: Assembly, rows: Iterator[Row], seed: int, defaults: Mapping[str, Any]) -> None:
-        self._assembly = assembly
-        self._rows = rows
-        self._seed = seed
-        self._defaults = defaults
-        self._max_in_flight = SEQS_AHEAD * assembly.max_num_seqs
-        self._chunk_rows = min(CHUNK_ROWS, self._max_in_flight)
-        self._read: dict[int, Row] = {}  # by index, until its output is yielded
-        self._encoded: dict[int, EncodedPrompt] = {}  # in the engine
-        self._finished: dict[int, RequestOutput] = {}
-        self._held_bytes = 0
-        self._num_equal_rows: Counter[int] = Counter()
-        self._next_index = 0
+        def finish(finished: list[Finished]) -> None:
+            journal.append([(row.id, row.output.index, _journal_columns(row)) for row in finished])
+            for row in finished:
+                self.report.count(row.output, row.num_rows)
+                if row.output.error is not None:
+                    self._check_failures(row.output.index)
 
-    def steps(self) -> Generator[list[tuple[Row, RequestOutput]], None, None]:
-        """After each step the rows that come next in input order and are finished, perhaps none."""
-        token_text = self._assembly.builder.token_text
-        with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
-            for ended in steps:
-                for request in ended:
-                    encoded = self._encoded.pop(request.prompt_index)
-                    self._finish(RequestOutput.of_request(request, encoded.text, None, token_text))
-                yield self._ready()
+        def tell_scanned(table: RowTable, window: Window) -> None:
+            if num_before:
+                _tell_continuing(assembly, journal, table, self.report.num_resumed, self._num_rows)
 
-    def _source(self, num_in_flight: int) -> list[Request] | None:
-        """Reads some rows if there is room for them; those that can run become requests."""
-        room = self._max_in_flight - num_in_flight
-        if room < self._chunk_rows or (self._held_bytes > MAX_HELD_BYTES and num_in_flight):
-            return []
-        rows = list(itertools.islice(self._rows, self._chunk_rows))
-        if not rows:
-            return None
-        requests = []
-        encoded_rows = self._assembly.builder.encode([row.prompt for row in rows], ChatOptions())
-        for row, encoded in zip(rows, encoded_rows, strict=True):
-            self._read[row.index] = row
-            try:
-                requests.append(self._build(row, encoded))
-                self._encoded[row.index] = encoded
-            except RequestError as error:
-                refused = RequestOutput.of_refused("", row.index, error, encoded.text, encoded.token_ids, None)
-                self._finish(refused)
-        return requests
+        work = PlannedWork(
+            assembly,
+            reader,
+            journal,
+            self.report,
+            finish,
+            retries_failed=self._options.retry == "failed",
+            note_failed=self._check_failures,
+            tell_scanned=tell_scanned,
+        )
+        with contextlib.closing(work.steps()) as steps:
+            for _ in steps:
+                note_step()
+        files.commit(self._source, work.table, self._options.order, self._openai)
+        report = self.report
+        files.note(
+            job,
+            "finished",
+            pagedllm=pagedllm.__version__,
+            created=created,
+            given=dict(self._options.sampling_params),
+            input=self._source.digest,
+            order=self._options.order,
+            rows=report.num_rows,
+            failed=report.num_failed,
+            cut=report.num_cut,
+            first_error=report.first_error,
+        )
+        files.drop_journal()
 
-    def _build(self, row: Row, encoded: EncodedPrompt) -> Request:
-        """Raises RequestError where the row cannot run."""
-        builder = self._assembly.builder
-        if encoded.error is not None:
-            raise encoded.error
-        params = self._params(row)
-        builder.check_params(params)
-        builder.check_prompt(encoded, params)
-        seed = 0
-        if not params.is_greedy and params.seed in (None, -1):
-            key = row_key(encoded.token_ids, row.sampling_params)
-            seed = stream_key(self._seed, key, self._num_equal_rows[key])
-            self._num_equal_rows[key] += 1
-        return builder.build(str(row.index), row.index, encoded, params, seed)
+    def _recover(self, assembly: Assembly, final: Path, journal: Journal, reader: RowReader) -> None:
+        """Fills the journal from a finished OUT, whose rows hold what their names are made of."""
+        source = Source(str(final))
+        with contextlib.closing(source):
+            places = []
+            for line in source.lines():
+                values = json.loads(line.text or b"null")
+                places.append((values["row"], line.place))
+            places.sort()
+            naming = RowReader(assembly, iter(()), parse_row, 0, reader.defaults)
+            for begin in range(0, len(places), RECOVERY_ROWS):
+                results, lines = [], []
+                for row, place in places[begin : begin + RECOVERY_ROWS]:
+                    values = json.loads(source.line_at(place))
+                    results.append({name: values.pop(name) for name in RESULT_COLUMNS})
+                    lines.append(Line(row, place, json.dumps(values).encode()))
+                journal.append(
+                    [
+                        (ready.id, ready.line.row, {name: result[name] for name in RESULT_COLUMNS[:-1]})
+                        for ready, result in zip(naming.prepare(lines), results, strict=True)
+                        if ready.params is not None
+                    ]
+                )
 
-    def _params(self, row: Row) -> SamplingParams:
-        try:
-            params = SamplingParams.from_json(row.sampling_params, self._defaults)
-        except NotSupportedError as error:
-            raise RequestError("unsupported", str(error), field="sampling_params") from None
-        if params.logprobs is not None:
-            raise RequestError("unsupported", "logprobs in files are not supported yet: leave it out", field="logprobs")
-        return params
+    def _tell_of_lines(self, assembly: Assembly, config: EngineConfig) -> None:
+        """Notices of what OpenAI lines asked for and did not get."""
+        if self._openai is None:
+            return
+        if self._openai.model is not None and self._openai.model not in (config.model, Path(config.model).name):
+            assembly.notices.tell(f"the lines ask for model {self._openai.model!r}: {config.model} answered")
+        if self._openai.ignored:
+            assembly.notices.tell(f"fields of the lines that change no answer here: {', '.join(self._openai.ignored)}")
 
-    def _ready(self) -> list[tuple[Row, RequestOutput]]:
-        ready = []
-        while self._next_index in self._finished:
-            output = self._finished.pop(self._next_index)
-            row = self._read.pop(self._next_index)
-            self._held_bytes -= _num_bytes(row, output)
-            self._next_index += 1
-            ready.append((row, output))
-        return ready
-
-    def _finish(self, output: RequestOutput) -> None:
-        self._finished[output.index] = output
-        self._held_bytes += _num_bytes(self._read[output.index], output)
+    def _check_failures(self, index: int) -> None:
+        """Called for every row that failed. Raises TooManyFailures."""
+        report, limit = self.report, self._options.max_failed
+        if index < NUM_FIRST_ROWS and limit != 1.0:
+            self._num_first_failed += 1
+            if self._num_first_failed == NUM_FIRST_ROWS:
+                raise TooManyFailures(f"the first {NUM_FIRST_ROWS} rows all failed; {report.first_error}")
+        if isinstance(limit, float):
+            if self._num_rows is None:
+                return  # judged at the end
+            limit = limit * self._num_rows
+        if limit is not None and report.num_failed > limit:
+            raise TooManyFailures(f"{report.num_failed:,} rows failed, more than allowed; {report.first_error}")
 
 
 @contextlib.contextmanager
@@ -216,35 +293,115 @@ def open_job(
     input: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
+    config: EngineConfig | None = None,
     sampling_params: Mapping[str, Any] | None = None,
-    if_exists: IfExists | None = None,
+    if_exists: IfExists = "resume",
+    retry: Retry | None = None,
+    limit: int | None = None,
+    shard: tuple[int, int] = (1, 1),
+    order: Order = "input",
+    max_failed: int | float | None = None,
 ) -> Iterator[Job]:
     """Checks parameters and files, and opens them; "-" is stdin or stdout. No model is needed for it.
 
-    Raises ValueError or NotSupportedError for parameters, OSError for files (as ResultFile tells), and ValueError where
-    a field of the first row has the name of a result column.
+    config: of the LLM that will run it; with it a job that is finished already is known at once (`Job.is_done`).
+    Raises ValueError or NotSupportedError for parameters, OSError for files (as Source and JobFiles tell), and
+    ValueError where a field of the first row has the name of a result column.
     """
-    given = dict(sampling_params or {})
-    if SamplingParams.from_json(given).logprobs is not None:
+    options = JobOptions(dict(sampling_params or {}), if_exists, retry, limit, shard, order, max_failed)
+    if SamplingParams.from_json(options.sampling_params).logprobs is not None:
         raise NotSupportedError("logprobs in files are not supported yet: leave it out")
-    with open_input(os.fspath(input)) as stream:
-        results = ResultFile(os.fspath(output), os.fspath(input), if_exists)
-        try:
-            rows = read_rows(stream)
-            first = list(itertools.islice(rows, 1))
-            if first and first[0].clash is not None:
-                raise ValueError(f"{input}: the field {first[0].clash!r} has the name of a result column: rename it")
-            yield Job(os.fspath(input), itertools.chain(first, rows), results, given)
-        finally:
-            results.close()
+    input, output = os.fspath(input), os.fspath(output)
+    for path in (input, output):
+        if path.lower().endswith(TABLE_SUFFIXES):
+            raise NotSupportedError(
+                f"{path!r}: only JSON lines (.jsonl, .jsonl.gz) are supported yet: convert the file"
+            )
+    if output.lower().endswith(".gz"):
+        raise NotSupportedError(f"{output!r}: a compressed output is not supported yet: leave .gz out")
+    with contextlib.ExitStack() as stack:
+        files: JobFiles | StreamFile
+        spool_folder = None
+        paths = find_inputs(input)
+        for path in paths:
+            if path != "-" and not os.path.exists(path):
+                raise FileNotFoundError(2, "No such file or directory", path)
+        if is_stream(output):
+            if retry is not None:
+                raise ValueError(f"retry={retry!r} needs a file as output: nothing of {output!r} can be continued")
+            files = StreamFile(output)
+        else:
+            files = JobFiles(output, paths, if_exists)
+            spool_folder = files.final.parent
+        stack.callback(files.close)
+        if isinstance(files, JobFiles) and config is not None and _is_finished(files, input, options, config):
+            assert files.manifest is not None
+            job = Job(None, iter(()), files, options)
+            job.is_done = True
+            job.report.count_resumed(files.manifest["rows"], files.manifest["failed"], files.manifest["cut"])
+            job.report.first_error = files.manifest["first_error"]
+            files.drop_journal()
+            yield job
+            return
+        source = Source(input, limit=limit, shard=shard, spool_folder=spool_folder)
+        stack.callback(source.close)
+        lines = source.lines()
+        first = next(lines, None)
+        openai = OpenAILines(int(time.time())) if first is not None and is_openai_line(first.text) else None
+        clash = parse_row(first.text, 0).clash if first is not None and openai is None else None
+        if clash is not None:
+            raise ValueError(f"{input}: the field {clash!r} has the name of a result column: rename it")
+        yield Job(source, _chained(first, lines), files, options, openai)
 
 
-def row_key(token_ids: list[int], sampling_params: Mapping[str, Any]) -> int:
-    """64 bits that name a row by its content: the final prompt ids and the row's own sampling_params."""
-    content = json.dumps(sampling_params, sort_keys=True).encode()
-    return stream_key(array("i", token_ids).tobytes(), content)
+def job_of(assembly: Assembly, config: EngineConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs must agree in so that one may continue the other."""
+    job = {
+        "model": model_digest(config),
+        "seed": config.seed,
+        **assembly.numerics,
+        "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
+    }
+    values: dict[str, Any] = json.loads(json.dumps(job))
+    return values
 
 
-def _num_bytes(row: Row, output: RequestOutput) -> int:
-    """About what a finished row holds."""
-    return len(row.raw or "") + len(output.text or "") + 4 * len(output.prompt_token_ids)
+def _is_finished(files: JobFiles, input: str, options: JobOptions, config: EngineConfig) -> bool:
+    """Whether OUT holds the results of just this job, and nothing is to be retried."""
+    manifest = files.manifest
+    if manifest is None or not files.is_finished or options.if_exists != "resume":
+        return False
+    to_retry = {"failed": manifest["failed"], "cut": manifest["cut"], None: 0}[options.retry]
+    job = manifest["job"]
+    if to_retry or (job["model"], job["seed"]) != (model_digest(config), config.seed):
+        return False
+    given = json.loads(json.dumps(dict(options.sampling_params)))
+    if manifest["given"] != given or manifest["order"] != options.order:
+        return False
+    source = Source(input, limit=options.limit, shard=options.shard)
+    with contextlib.closing(source):
+        if not source.can_be_read_twice:
+            return False
+        for _ in source.lines():
+            pass
+        return source.digest == str(manifest["input"])
+
+
+def _chained(first: Line | None, lines: Iterator[Line]) -> Iterator[Line]:
+    if first is not None:
+        yield first
+    yield from lines
+
+
+def _journal_columns(row: Finished) -> dict[str, Any]:
+    columns = result_columns(row.output)
+    del columns["row"]  # of the input as it will be at the end
+    return columns
+
+
+def _tell_continuing(
+    assembly: Assembly, journal: Journal, table: RowTable, num_done: int, num_rows: int | None
+) -> None:
+    """One line for people: how much is done, and what changed in the input since."""
+    text = f"continuing: {num_done:,} of {num_rows if num_rows is not None else len(table.rows):,} rows done"
+    assembly.notices.tell(text, INFO)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pagedllm.model.buffers import AttentionRows
 from pagedllm.model.config import AttentionKind, ModelConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
-from pagedllm.model.norm import NormWeight
+from pagedllm.model.norm import Norm, NormShape
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
 
 
@@ -18,6 +19,16 @@ def qkv_shape(config: ModelConfig) -> LinearShape:
     kv_size = config.num_kv_heads * config.head_dim
     part_sizes = (config.num_q_heads * config.head_dim, kv_size, kv_size)
     return LinearShape(config.hidden_size, part_sizes, has_bias=config.has_qkv_bias)
+
+
+def qk_norm_shapes(config: ModelConfig) -> dict[str, NormShape]:
+    if config.qk_norm == "none":
+        return {}
+    q_heads, kv_heads = (1, 1) if config.qk_norm == "head" else (config.num_q_heads, config.num_kv_heads)
+    return {
+        name: NormShape(num_heads * config.head_dim, config.norm_eps, weight_offset=config.norm_weight_offset)
+        for name, num_heads in (("q_norm", q_heads), ("k_norm", kv_heads))
+    }
 
 
 class Attention:
@@ -30,7 +41,6 @@ class Attention:
         backend: AttentionBackend,
         namespace: str,
     ) -> None:
-        assert not kind.has_sinks  # comes with the first family that has them
         self.namespace = namespace
         self.backend = backend
         self.kind = kind
@@ -38,24 +48,33 @@ class Attention:
         self.eps = config.norm_eps
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         self.qkv = Linear(qkv_shape(config), weight_format, memory)
-        self.norms: dict[str, NormWeight] = {}
-        if config.has_qk_norm:
-            for name in ("q_norm", "k_norm"):
-                self.norms[name] = NormWeight(config.head_dim, config.norm_weight_offset, memory)
-        self.q_norm = self.norms["q_norm"].weight if config.has_qk_norm else None
-        self.k_norm = self.norms["k_norm"].weight if config.has_qk_norm else None
+        self.norms = {name: Norm(shape, memory, namespace) for name, shape in qk_norm_shapes(config).items()}
+        self.sinks = memory.take((config.num_q_heads,), torch.float32) if kind.has_sinks else None
+        self.is_normed_together = config.qk_norm == "projection"
+        is_normed_by_head = config.qk_norm == "head"  # beside the rotation
+        self.q_norm = self.norms["q_norm"].weight if is_normed_by_head else None
+        self.k_norm = self.norms["k_norm"].weight if is_normed_by_head else None
         self.is_interleaved = kind.rope is not None and kind.rope.is_interleaved
         self.rope_index = -1 if kind.rope is None else config.ropes.index(kind.rope)
         self.rope_table: Tensor | None = None  # [rows, rotary_dim], of `rope_index`
 
     @staticmethod
-    def num_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
-        norms = 2 * NormWeight.num_bytes(config.head_dim) if config.has_qk_norm else 0
-        return Linear.num_bytes(qkv_shape(config), weight_format) + norms
+    def num_bytes(config: ModelConfig, kind: AttentionKind, weight_format: WeightFormat) -> int:
+        norms = sum(Norm.num_bytes(shape) for shape in qk_norm_shapes(config).values())
+        sinks = aligned(config.num_q_heads * torch.float32.itemsize) if kind.has_sinks else 0
+        return Linear.num_bytes(qkv_shape(config), weight_format) + norms + sinks
 
     def slots(self) -> dict[str, WeightSlot]:
-        norms = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
-        return {**self.qkv.slots("q", "k", "v"), **norms}
+        slots = self.qkv.slots("q", "k", "v")
+        for name, norm in self.norms.items():
+            slots |= norm.slots(name)
+        if self.sinks is not None:
+            slots["sinks.sinks"] = WeightSlot(tuple(self.sinks.shape), self._load_sinks)
+        return slots
+
+    def _load_sinks(self, values: Tensor) -> None:
+        assert self.sinks is not None
+        self.sinks.copy_(values)
 
     def forward(
         self,
@@ -68,6 +87,10 @@ class Attention:
         """rows.out = attention(x [T, H]); rope_rows: per rope [T] int32."""
         kind = self.kind
         self.qkv.apply(self.namespace, rows.qkv, x)
+        if self.is_normed_together:
+            q_size, k_size = (norm.shape.size for norm in self.norms.values())
+            for norm, part in zip(self.norms.values(), rows.qkv.split((q_size, k_size, k_size), 1), strict=False):
+                norm.apply(part, part)
         self.backend.write_kv(
             rows.qkv,
             kv_cache,
@@ -81,5 +104,5 @@ class Attention:
             self.is_interleaved,
         )
         self.backend.attend(
-            rows.out, rows.q, kv_cache, metadata, kind.kv_group, None, self.scale, kind.softcap, kind.window
+            rows.out, rows.q, kv_cache, metadata, kind.kv_group, self.sinks, self.scale, kind.softcap, kind.window
         )

@@ -11,8 +11,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedllm.model.config import ModelConfig
+from pagedllm.model.config import ModelConfig, MoeConfig
 from pagedllm.model.linear import Epilogue
+
+
+class MoeBuffers:
+    """Of sparse layers, for any number of rows up to max_num_rows; `moe` says what they are for.
+
+    Letters: E experts, k experts a token.
+    """
+
+    def __init__(self, moe: MoeConfig, hidden_size: int, dtype: torch.dtype, max_num_rows: int) -> None:
+        def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
+
+        has_shared = moe.shared_intermediate_size > 0
+        self.router_logits = allocate(max_num_rows, moe.num_experts, torch.float32)  # [rows, E]
+        self.gathered = allocate(max_num_rows, hidden_size)  # [rows, H]
+        self.intermediate = allocate(max_num_rows, moe.intermediate_size)  # [rows, I]
+        self.expert_out = allocate(max_num_rows * moe.num_experts_per_token, hidden_size)  # [rows * k, H]
+        self.total = allocate(max_num_rows, hidden_size, torch.float32)  # [rows, H]
+        self.shared_intermediate = allocate(max_num_rows if has_shared else 0, moe.shared_intermediate_size)
+        self.shared_gates = allocate(max_num_rows if has_shared else 0, 2, torch.float32)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +49,7 @@ class StepRows:
     attention: Tensor  # [rows, Q * D] what attention gave
     intermediate: Tensor  # [rows, I]
     onto_hidden: Epilogue  # adds `hidden`
+    moe: MoeBuffers | None  # of models with sparse layers; whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +74,9 @@ class DecoderBuffers:
         self.scratch = allocate(max_num_rows if config.has_post_norms else 0, config.hidden_size)
         self.qkv = allocate(max_num_tokens, self.q_size + 2 * config.num_kv_heads * config.head_dim)
         self.attention = allocate(max_num_tokens, self.q_size)
-        self.intermediate = allocate(max_num_rows, config.intermediate_size)
+        is_dense = any(not layer.is_sparse for layer in config.layers)
+        self.intermediate = allocate(max_num_rows, config.intermediate_size if is_dense else 0)
+        self.moe = MoeBuffers(config.moe, config.hidden_size, dtype, max_num_rows) if config.moe else None
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
         self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)
@@ -69,7 +96,8 @@ class DecoderBuffers:
 
     @property
     def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return own + (self.moe.num_bytes if self.moe else 0)
 
     def _rows(self, num_rows: int, hidden: Tensor, attention: Tensor) -> StepRows:
         assert num_rows <= len(hidden), f"{num_rows} rows, the buffers hold {len(hidden)}"
@@ -81,4 +109,5 @@ class DecoderBuffers:
             attention=attention[:num_rows],
             intermediate=self.intermediate[:num_rows],
             onto_hidden=Epilogue(residual=hidden),
+            moe=self.moe,
         )

@@ -12,6 +12,8 @@ from typing import Literal
 from pagedllm.ops.linear import Activation
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+NormKind = Literal["rms", "layer"]
+QKNormKind = Literal["none", "head", "projection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,19 @@ class AttentionKind:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     attention: AttentionKind
+    is_sparse: bool = False  # a mixture of experts in the MLP's place
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Of all sparse layers."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of an expert
+    is_normalized: bool  # the weights of a token's experts are made to add up to 1
+    shared_intermediate_size: int = 0  # Qwen 2: of an expert that all tokens pass, times a sigmoid; 0: none
+    has_router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +80,23 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     attention_scale: float  # multiplies q.k
     is_tied: bool  # the LM head is the embedding
-    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size); the decoder rounds it to the compute type
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size)
+    is_embedding_scale_rounded: bool = False  # Gemma: to the compute type before it multiplies
+    has_learned_positions: bool = False  # GPT-2: a vector a position, added to the embedding
     has_qkv_bias: bool = False
     has_output_bias: bool = False  # attention's output projection
     has_mlp_bias: bool = False
-    has_qk_norm: bool = False  # RMSNorm of each head of q and k before rotation
-    has_post_norms: bool = False  # Gemma: a norm after attention and after the MLP, before the residual addition
+    qk_norm: QKNormKind = "none"  # RMSNorm before rotation: of each head of q and k, or of all heads together
+    has_gated_mlp: bool = True  # act(gate) * up, else act(up)
+    moe: MoeConfig | None = None
+    norm_kind: NormKind = "rms"  # of the residual stream
+    has_norm_bias: bool = False  # of kind "layer" only
     norm_weight_offset: float = 0.0  # Gemma: 1, added to every norm weight when it is loaded
+    has_pre_norms: bool = True  # OLMo 2: none before attention and the MLP
+    has_post_norms: bool = False  # Gemma, OLMo 2: after attention and after the MLP, before the residual addition
+    is_parallel: bool = False  # attention and MLP read the same residual stream; `layers` draws the orders
+    has_mlp_norm: bool = True  # else (parallel only) the MLP reads what attention reads
+    logit_scale: float = 1.0  # multiplies the logits
     logit_softcap: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -18,17 +18,17 @@ from pagedllm.model.buffers import DecoderBuffers, StepRows
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.host_memory import HostMemory
 from pagedllm.model.layers import DecoderLayer
-from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightSlot
-from pagedllm.model.norm import NormWeight
+from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightFormat, WeightSlot
+from pagedllm.model.norm import Norm, hidden_norm
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
 from pagedllm.ops.linear import gather_rows
-from pagedllm.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderInput:
     token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
     rope_rows: tuple[Tensor, ...]  # per ModelConfig.ropes: [T] int32, position + the variant's row_offset
     logits_indices: Tensor  # [R] int32, the tokens whose logits are wanted
 
@@ -38,42 +38,59 @@ def vocabulary_shape(config: ModelConfig) -> LinearShape:
     return LinearShape(config.hidden_size, (config.vocab_size,))
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def positions_shape(config: ModelConfig) -> LinearShape:
+    """Of learned positions."""
+    return LinearShape(config.hidden_size, (config.max_position,))
+
+
+def weight_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
     """What the weights take in memory, known before anything is loaded."""
-    weight_format = PackedFormat(dtype)
     num_vocabularies = 1 if config.is_tied else 2
     return (
         num_vocabularies * Linear.num_bytes(vocabulary_shape(config), weight_format)
-        + config.num_layers * DecoderLayer.num_bytes(config, weight_format)
-        + NormWeight.num_bytes(config.hidden_size)
+        + (Linear.num_bytes(positions_shape(config), weight_format) if config.has_learned_positions else 0)
+        + sum(DecoderLayer.num_bytes(config, layer, weight_format) for layer in config.layers)
+        + Norm.num_bytes(hidden_norm(config))
     )
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: AttentionBackend, namespace: str) -> None:
-        """All weights are zero until `slots` are loaded. dtype: torch.bfloat16 or torch.float32."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        namespace: str,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        """All weights are zero until `slots` are loaded. weight_format: default PackedFormat, for the CPU's kernels."""
         self.config = config
         self.dtype = dtype
         self.namespace = namespace
-        weight_format = PackedFormat(dtype)
-        self.memory = HostMemory(weight_bytes(config, dtype))
+        weight_format = weight_format or PackedFormat(dtype)
+        self.memory = HostMemory(weight_bytes(config, weight_format))
         self.head = Linear(vocabulary_shape(config), weight_format, self.memory)
         self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self.memory)
-        # transformers multiplies by the factor in the weights' type: sqrt(640) is 25.25 in bfloat16
-        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
+        self.positions = (
+            Linear(positions_shape(config), weight_format, self.memory) if config.has_learned_positions else None
+        )
+        self.embedding_scale = config.embedding_scale
+        if config.is_embedding_scale_rounded:  # sqrt(640) is 25.25 in bfloat16
+            self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
         self.layers = [
             DecoderLayer(config, layer_config, weight_format, self.memory, backend, namespace)
             for layer_config in config.layers
         ]
-        self.final_norm = NormWeight(config.hidden_size, config.norm_weight_offset, self.memory)
-        self.first_norm = self.layers[0].norms["attention_norm"].weight
+        self.final_norm = Norm(hidden_norm(config), self.memory, namespace)
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
-            layer.next_norm = following.norms["attention_norm"].weight
-        self.layers[-1].next_norm = self.final_norm.weight
+            layer.next_norm = following.attention_norm
+        self.layers[-1].next_norm = self.final_norm
 
     def slots(self) -> dict[str, WeightSlot]:
         """Every weight by its place: "embedding.weight", "layers.3.q.bias" ..."""
-        slots = {**self.embedding.slots("embedding"), "final_norm.weight": self.final_norm.slot()}
+        slots = {**self.embedding.slots("embedding"), **self.final_norm.slots("final_norm")}
+        if self.positions is not None:
+            slots |= self.positions.slots("positions")
         if not self.config.is_tied:
             slots |= self.head.slots("head")
         for index, layer in enumerate(self.layers):
@@ -101,18 +118,19 @@ class Decoder:
         num_tokens = len(inputs.token_ids)
         rows = buffers.step_rows(num_tokens)
         attention_rows = buffers.attention_rows(num_tokens)
-        self.embedding.embed(self.namespace, rows.hidden, inputs.token_ids, self.embedding_scale)
-        rms_norm(self.namespace, rows.normed, rows.hidden, self.first_norm, self.config.norm_eps)
+        self._embed(rows, inputs)
         for layer, kv_cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
-            layer.attend(attention_rows, rows.normed, inputs.rope_rows, metadata, kv_cache)
+            layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_cache)
             layer.finish(rows)
         last_layer = self.layers[-1]
-        last_layer.attend(attention_rows, rows.normed, inputs.rope_rows, metadata, kv_caches[-1])
+        last_layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_caches[-1])
         logits = buffers.logits[: len(inputs.logits_indices)]
         if len(logits):
             wanted = self._gather_wanted(rows, inputs.logits_indices, buffers)
             last_layer.finish(wanted)
             self.head.apply(self.namespace, logits, wanted.normed)
+            if self.config.logit_scale != 1:
+                logits.mul_(self.config.logit_scale)
             if self.config.logit_softcap > 0:
                 logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
@@ -120,6 +138,16 @@ class Decoder:
     def close(self) -> None:
         """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""
         self.memory.close()
+
+    def _embed(self, rows: StepRows, inputs: DecoderInput) -> None:
+        """The first `hidden`, and `normed` where attention reads that."""
+        self.embedding.embed(self.namespace, rows.hidden, inputs.token_ids, self.embedding_scale)
+        if self.positions is not None:
+            self.positions.embed(self.namespace, rows.normed, inputs.positions, 1.0)
+            rows.hidden.add_(rows.normed)
+        first_norm = self.layers[0].attention_norm
+        if first_norm is not None:
+            first_norm.apply(rows.normed, rows.hidden)
 
     def _gather_wanted(self, rows: StepRows, indices: Tensor, buffers: DecoderBuffers) -> StepRows:
         wanted = buffers.wanted_rows(len(indices))

@@ -17,17 +17,20 @@ from pagedllm.ops.linear import Activation
 # They describe training, files, or defaults of generation: no influence on a forward pass.
 HARMLESS = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_model_name_or_path",
-    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_llama_config", "label2id",
-    "length_penalty", "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map",
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation", "classifier_dropout",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping", "embd_pdrop",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "length_penalty",
+    "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
     "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
-    "unsloth_version", "use_bfloat16", "use_cache",
+    "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
+    "router_jitter_noise", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "use_cache",
 ))  # fmt: skip
 # They may stand there, but only with the value that means nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -76,6 +79,10 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         """Whether a setting stands there and is not null."""
         return self._settings.get(key) is not None
+
+    def is_given(self, key: str) -> bool:
+        """Whether a setting stands there, null or not: some families' defaults differ from null."""
+        return key in self._settings
 
     def take(self, key: str, default: T | Required = REQUIRED) -> T | Any:
         """The setting, or the default where it is absent or null."""

@@ -7,6 +7,7 @@ A value that both spellings give must be the same in both. Unknown kinds and unk
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from pagedllm.model.config import RopeConfig, RopeKind
@@ -14,12 +15,38 @@ from pagedllm.model.hf_config import ConfigReader
 
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 MAX_FACTOR = 1_000_000
+OLD_KIND_NAMES: dict[str, RopeKind] = {"su": "longrope"}  # the first Phi-3 files
 KINDS_WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 
 
-def read_rope(reader: ConfigReader, *, head_dim: int, max_position: int, default_theta: float) -> RopeConfig:
-    """The rope of a model that has one, taken from the top of its config."""
-    theta = reader.number("rope_theta", None)
+@dataclass(frozen=True, slots=True)
+class PartialRotary:
+    """Of a family that may rotate the first features of a head only."""
+
+    default: float = 1.0  # share of the features, where the config is silent
+    key: str = "partial_rotary_factor"  # at the top of the config
+
+    def read(self, reader: ConfigReader) -> float | None:
+        """What the top of the config says, or None."""
+        share = reader.number(self.key, None)
+        if share is not None and share > 1:
+            raise reader.error(self.key, f"must be at most 1, got {share:g}")
+        return share
+
+
+def read_rope(
+    reader: ConfigReader,
+    *,
+    head_dim: int,
+    max_position: int,
+    default_theta: float,
+    theta_key: str = "rope_theta",
+    partial: PartialRotary | None = None,
+    is_interleaved: bool = False,
+) -> RopeConfig:
+    """The rope of a model that has one, taken from the top of its config. partial: None for whole heads."""
+    theta = reader.number(theta_key, None)
+    share = partial.read(reader) if partial else None
     original = reader.integer("original_max_position_embeddings", None)
     spellings = [nested for key in ("rope_parameters", "rope_scaling") if (nested := reader.nested(key))]
     ropes = [
@@ -30,11 +57,15 @@ def read_rope(reader: ConfigReader, *, head_dim: int, max_position: int, default
             theta=theta,
             default_theta=default_theta,
             original_max_position=original,
+            partial=partial,
+            share=share,
+            is_interleaved=is_interleaved,
         )
         for nested in spellings
     ]
     if not ropes:
-        return RopeConfig(theta or default_theta, head_dim)
+        rotary_dim = _rotary_dim(reader, head_dim, share or (partial.default if partial else 1.0))
+        return RopeConfig(theta or default_theta, rotary_dim, is_interleaved=is_interleaved)
     if ropes[0] != ropes[-1]:
         raise reader.error("rope_scaling", f"says {ropes[-1]}, but rope_parameters says {ropes[0]}: remove one of them")
     return ropes[0]
@@ -48,15 +79,20 @@ def read_rope_object(
     theta: float | None,
     default_theta: float,
     original_max_position: int | None = None,
+    partial: PartialRotary | None = None,
+    share: float | None = None,
+    is_interleaved: bool = False,
 ) -> RopeConfig:
     """A rope from rope_parameters or rope_scaling.
 
-    theta, original_max_position: what the top of the config says, None where it is silent.
+    theta, original_max_position, share (of the features): what the top of the config says, None where it is silent.
     """
     kind = _read_kind(reader)
     theta = _agreed(reader, "rope_theta", reader.number("rope_theta", theta), theta) or default_theta
-    if reader.number("partial_rotary_factor", 1.0) != 1.0:
+    own_share = _agreed(reader, "partial_rotary_factor", reader.number("partial_rotary_factor", share), share)
+    if partial is None and own_share not in (None, 1.0):
         raise reader.error("partial_rotary_factor", "must be 1: this family rotates whole heads")
+    rotary_dim = _rotary_dim(reader, head_dim, own_share or (partial.default if partial else 1.0))
     values: dict[str, Any] = {}
     if kind in ("linear", "dynamic", "yarn", "llama3"):
         values["factor"] = _read_factor(reader)
@@ -66,13 +102,22 @@ def read_rope_object(
         own = reader.integer("original_max_position_embeddings", original_max_position)
         original = _agreed(reader, "original_max_position_embeddings", own, original_max_position) or max_position
         values["original_max_position"] = original
-        values |= _read_parameters(reader, kind, original, head_dim, max_position)
+        values |= _read_parameters(reader, kind, original, rotary_dim, max_position)
     reader.finish_nested()
-    return RopeConfig(theta, head_dim, kind, **values)
+    return RopeConfig(theta, rotary_dim, kind, **values, is_interleaved=is_interleaved)
+
+
+def _rotary_dim(reader: ConfigReader, head_dim: int, share: float) -> int:
+    rotary_dim = int(head_dim * share)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise reader.error(
+            "partial_rotary_factor", f"{share:g} of head_dim {head_dim} is not an even number of features"
+        )
+    return rotary_dim
 
 
 def _read_parameters(
-    reader: ConfigReader, kind: RopeKind, original: int, head_dim: int, max_position: int
+    reader: ConfigReader, kind: RopeKind, original: int, rotary_dim: int, max_position: int
 ) -> dict[str, Any]:
     if kind == "yarn":
         return {
@@ -87,8 +132,8 @@ def _read_parameters(
         return {
             "factor": _read_factor(reader, max_position / original),
             "attention_factor": reader.number("attention_factor", None),
-            "short_factors": reader.numbers("short_factor", head_dim // 2),
-            "long_factors": reader.numbers("long_factor", head_dim // 2),
+            "short_factors": reader.numbers("short_factor", rotary_dim // 2),
+            "long_factors": reader.numbers("long_factor", rotary_dim // 2),
         }
     low = cast(float, reader.number("low_freq_factor"))
     high = cast(float, reader.number("high_freq_factor"))
@@ -102,6 +147,7 @@ def _read_kind(reader: ConfigReader) -> RopeKind:
     if len(names) > 1:
         raise reader.error("rope_type", f"and type differ: {' and '.join(sorted(names))}")
     name = names.pop()
+    name = OLD_KIND_NAMES.get(name or "", name)
     if name not in ROPE_KINDS:
         raise reader.error("rope_type", f"must be one of {ROPE_KINDS}, got {name!r}")
     return name

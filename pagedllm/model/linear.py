@@ -99,7 +99,7 @@ class WeightFormat(Protocol):
         ...
 
     def num_bytes(self, shape: LinearShape) -> int:
-        """What `allocate` takes."""
+        """What `allocate` takes, and `allocate_bias` where there is one."""
         ...
 
     def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
@@ -108,6 +108,14 @@ class WeightFormat(Protocol):
 
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
         """Stores rows [part_sizes[part], in_features] of a part."""
+        ...
+
+    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+        """Storage for a bias, zeroed, in the order of the weight's columns."""
+        ...
+
+    def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
+        """Stores values [part_sizes[part]] of a part."""
         ...
 
     def apply(
@@ -132,7 +140,8 @@ class PackedFormat:
 
     def num_bytes(self, shape: LinearShape) -> int:
         elements = math.prod(packed_shape(shape.padded_columns, shape.in_features, self.dtype))
-        return aligned(elements * self.dtype.itemsize)
+        bias_elements = shape.padded_columns if shape.has_bias else 0
+        return aligned(elements * self.dtype.itemsize) + aligned(bias_elements * torch.float32.itemsize)
 
     def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
         return memory.take(packed_shape(shape.padded_columns, shape.in_features, self.dtype), self.dtype)
@@ -151,6 +160,14 @@ class PackedFormat:
         for block in shape.blocks(part):
             by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
+    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+        return memory.take((shape.padded_columns,), torch.float32)
+
+    def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
+        by_panel = bias.view(-1, PANEL)
+        for block in shape.blocks(part):
+            by_panel[block.panels, block.columns] = values[block.rows].float().unflatten(0, block.shape)
+
     def apply(
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
@@ -167,13 +184,12 @@ class Linear:
         self.shape = shape
         self.format = weight_format
         self.weight = weight_format.allocate(shape, memory)
-        self.bias = memory.take((shape.padded_columns,), torch.float32) if shape.has_bias else None
+        self.bias = weight_format.allocate_bias(shape, memory) if shape.has_bias else None
 
     @staticmethod
     def num_bytes(shape: LinearShape, weight_format: WeightFormat) -> int:
         """What the constructor takes of `memory`."""
-        bias = aligned(shape.padded_columns * torch.float32.itemsize) if shape.has_bias else 0
-        return weight_format.num_bytes(shape) + bias
+        return weight_format.num_bytes(shape)
 
     def slots(self, *part_names: str) -> dict[str, WeightSlot]:
         """ "q.weight", "q.bias" and so on, one name a part."""
@@ -197,9 +213,7 @@ class Linear:
         expected = (self.shape.part_sizes[part],)
         if self.bias is None or tuple(values.shape) != expected:
             raise ValueError(f"expected a bias of shape {expected}, got {tuple(values.shape)}")
-        by_panel = self.bias.view(-1, PANEL)
-        for block in self.shape.blocks(part):
-            by_panel[block.panels, block.columns] = values[block.rows].float().unflatten(0, block.shape)
+        self.format.load_bias_part(self.bias, self.shape, part, values)
 
     def apply(
         self,

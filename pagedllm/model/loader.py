@@ -17,7 +17,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
-from pagedllm.model.linear import WeightSlot
+from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
 
@@ -72,7 +72,13 @@ def _find_gguf(path: Path, load_format: str, gguf_file: str | None) -> Path | No
     return found[0]
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, backend: AttentionBackend, namespace: str) -> Decoder:
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    namespace: str,
+    weight_format: WeightFormat | None = None,
+) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit."""
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
@@ -81,8 +87,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, backend: AttentionBac
             f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
-    decoder = Decoder(config, dtype, backend, namespace)  # zeros, which take no memory yet
-    slots = {family.tensor_name(name): slot for name, slot in decoder.slots().items()}
+    decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
+    family = family.of_checkpoint(config, checkpoint.names())
+    slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)
     _check_tied_head(checkpoint, config, family)
     for name in checkpoint.names():  # in the order of the files

@@ -1,26 +1,77 @@
-"""The weight of an RMSNorm: float32, with the family's offset (Gemma stores w of 1 + w) added when it is loaded."""
+"""Norms of rows: RMSNorm or LayerNorm, weights in float32.
+
+The family's offset (Gemma stores w of 1 + w) is added to the weight when it is loaded.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from pagedllm.model.config import ModelConfig, NormKind
 from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.model.linear import WeightSlot
+from pagedllm.ops.norm import add_rms_norm, layer_norm, rms_norm
 
 
-class NormWeight:
-    def __init__(self, size: int, offset: float, memory: HostMemory) -> None:
-        self.weight = memory.take((size,), torch.float32)
-        self.offset = offset
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    size: int
+    eps: float
+    kind: NormKind = "rms"
+    has_bias: bool = False
+    weight_offset: float = 0.0
+
+
+def hidden_norm(config: ModelConfig) -> NormShape:
+    """Of every norm of the residual stream."""
+    return NormShape(
+        config.hidden_size, config.norm_eps, config.norm_kind, config.has_norm_bias, config.norm_weight_offset
+    )
+
+
+class Norm:
+    def __init__(self, shape: NormShape, memory: HostMemory, namespace: str) -> None:
+        assert shape.kind == "layer" or not shape.has_bias
+        self.shape = shape
+        self.namespace = namespace
+        self.weight = memory.take((shape.size,), torch.float32)
+        self.bias = memory.take((shape.size,), torch.float32) if shape.has_bias else None
 
     @staticmethod
-    def num_bytes(size: int) -> int:
+    def num_bytes(shape: NormShape) -> int:
         """What the constructor takes of `memory`."""
-        return aligned(size * torch.float32.itemsize)
+        return (2 if shape.has_bias else 1) * aligned(shape.size * torch.float32.itemsize)
 
-    def slot(self) -> WeightSlot:
-        return WeightSlot(tuple(self.weight.shape), self._load)
+    def slots(self, name: str) -> dict[str, WeightSlot]:
+        slots = {f"{name}.weight": self._slot(self.weight, self.shape.weight_offset)}
+        if self.bias is not None:
+            slots[f"{name}.bias"] = self._slot(self.bias, 0.0)
+        return slots
 
-    def _load(self, values: Tensor) -> None:
-        self.weight.copy_(values.float() + self.offset)
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """out = norm(x), both [num_rows, size]; `out` may be `x`."""
+        if self.shape.kind == "rms":
+            rms_norm(self.namespace, out, x, self.weight, self.shape.eps)
+        else:
+            layer_norm(self.namespace, out, x, self.weight, self.bias, self.shape.eps)
+
+    def add_apply(self, out: Tensor, residual: Tensor, x: Tensor) -> None:
+        """residual += x; out = norm(residual)."""
+        if self.shape.kind == "rms":
+            add_rms_norm(self.namespace, out, residual, x, self.weight, self.shape.eps)
+        else:
+            residual.add_(x)
+            self.apply(out, residual)
+
+    def _slot(self, target: Tensor, offset: float) -> WeightSlot:
+        load: Callable[[Tensor], None] = partial(_load, target, offset)
+        return WeightSlot(tuple(target.shape), load)
+
+
+def _load(target: Tensor, offset: float, values: Tensor) -> None:
+    target.copy_(values.float() + offset)

@@ -8,11 +8,54 @@ from typing import Any
 
 from pagedllm.errors import ModelError
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.families import gemma3, llama, qwen3
+from pagedllm.model.families import (
+    cohere,
+    falcon,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+    smollm3,
+    stablelm,
+)
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import ConfigReader
 
-FAMILIES = (gemma3.FAMILY, llama.FAMILY, qwen3.FAMILY)
+FAMILIES = (
+    cohere.FAMILY,
+    cohere.COHERE2,
+    falcon.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    gpt_oss.FAMILY,
+    granite.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mistral.MINISTRAL,
+    mixtral.FAMILY,
+    olmo2.FAMILY,
+    olmoe.FAMILY,
+    phi3.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen_moe.QWEN2_MOE,
+    qwen_moe.QWEN3_MOE,
+    smollm3.FAMILY,
+    stablelm.FAMILY,
+)
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:

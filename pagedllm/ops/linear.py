@@ -26,12 +26,13 @@ GATED_HALF = PANEL // 2
 
 
 class Activation(enum.IntEnum):
-    """Epilogue of a gated product: out = act(gate) * up."""
+    """Of an MLP. As the epilogue of a gated product: out = act(gate) * up."""
 
     NONE = 0  # not gated
     SILU = 1
     GELU_TANH = 2
     GELU = 3
+    CLAMPED_SWISH = 4  # gpt-oss; of a gated product only: `apply_gated` says what it is
 
 
 def apply_activation(x: Tensor, activation: int) -> Tensor:
@@ -42,6 +43,13 @@ def apply_activation(x: Tensor, activation: int) -> Tensor:
     if activation == Activation.GELU:
         return torch.nn.functional.gelu(x)
     raise ValueError(f"activation must be one of {[a.name for a in Activation]}, got {activation}")
+
+
+def apply_gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    if activation == Activation.CLAMPED_SWISH:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return apply_activation(gate, activation) * up
 
 
 def packed_shape(num_columns: int, k: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -81,7 +89,7 @@ def packed_linear(
         product += bias
     if activation != Activation.NONE:
         panels = product.reshape(product.shape[0], -1, 2, GATED_HALF)
-        product = (apply_activation(panels[:, :, 0], activation) * panels[:, :, 1]).reshape(product.shape[0], -1)
+        product = apply_gated(panels[:, :, 0], panels[:, :, 1], activation).reshape(product.shape[0], -1)
     product = product[:, : out.shape[1]]
     if residual is not None:
         product = product + residual.float()
@@ -115,4 +123,10 @@ def gated_activation(out: Tensor, gate: Tensor, up: Tensor, activation: int) -> 
 
     For products that are not packed by us (a library's GEMM on CUDA); the packed product has it as an epilogue.
     """
-    out.copy_(apply_activation(gate.float(), activation) * up.float())
+    out.copy_(apply_gated(gate.float(), up.float(), activation))
+
+
+@operator("ungated_activation(Tensor(a!) out, Tensor x, int activation) -> ()")
+def ungated_activation(out: Tensor, x: Tensor, activation: int) -> None:
+    """out = act(x) in float32, rounded once: of MLPs without a gate. Both [num_rows, width]; `out` may be `x`."""
+    out.copy_(apply_activation(x.float(), activation))

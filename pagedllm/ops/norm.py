@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the addition to the residual stream. The sum of squares stays within the row."""
+"""RMSNorm, alone and fused with the addition to the residual stream, and LayerNorm. Sums stay within the row."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
     """residual += x, rounded to its type; out = rms_norm(residual). Shapes and types as in rms_norm."""
     residual.copy_(residual.float() + x.float())
     rms_norm.reference(out, residual, weight, eps)
+
+
+@operator("layer_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, float eps) -> ()")
+def layer_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in float32 and rounded once.
+
+    Shapes and types as in rms_norm; bias [hidden_size] float32 or None; `out` may be `x`.
+    """
+    centered = x.float() - x.float().mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
+    out.copy_(normed if bias is None else normed + bias)

@@ -72,6 +72,7 @@ class ModelRunner:
         variants = self.rows.rope_variant[batch.token_rows]
         inputs = DecoderInput(
             token_ids=torch.from_numpy(batch.token_ids),
+            positions=torch.from_numpy(batch.positions),
             rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
             logits_indices=torch.from_numpy(batch.logits_indices),
         )

@@ -1,6 +1,6 @@
 """Measures a full step before the KV cache is sized: what memory is left with its buffers in use, and its duration.
 
-On a CPU one layer of each attention kind and the LM head are run at full budget, and the durations are multiplied by
+On a CPU one layer of each kind and the LM head are run at full budget, and the durations are multiplied by
 how often each occurs: the whole model would keep the user of an 8B model waiting for a minute.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedllm.model.config import AttentionKind
+from pagedllm.model.config import LayerConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend
@@ -55,13 +55,12 @@ def profile_step(
 
     def run_layer(index: int) -> None:
         layer = decoder.layers[index]
-        layer.attend(attention_rows, rows.normed, rope_rows, metadata, kv_cache.layers[index])
+        layer.attend(attention_rows, rows, rope_rows, metadata, kv_cache.layers[index])
         layer.finish(rows)
 
     seconds = _duration(run_head)
-    kinds = [layer.attention for layer in config.layers]
-    for kind, count in Counter[AttentionKind](kinds).items():
-        seconds += count * _duration(partial(run_layer, kinds.index(kind)))
+    for kind, count in Counter[LayerConfig](config.layers).items():
+        seconds += count * _duration(partial(run_layer, config.layers.index(kind)))
     free_bytes = read_memory_limits().free
     kv_cache.close()
     return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)

@@ -21,15 +21,17 @@ CPU_MAX_NUM_BATCHED_TOKENS = 512  # products run at 428 / 433 / 434 GFLOP/s at M
 MIN_NUM_BATCHED_TOKENS = 128  # products lose little down to here; a default batch decodes in one step
 BUDGET_STEP = 64
 STEP_SECONDS = 1.0  # a step stays about this long, so that an interrupt is answered
-CPU_DTYPES = {
+DTYPES = {
     "auto": torch.bfloat16,
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
     "float32": torch.float32,
     "float": torch.float32,
     "fp32": torch.float32,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
 }
-HALF_NAMES = ("half", "float16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,18 @@ def resolve_device(device: str) -> str:
     raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
 
 
-def resolve_dtype(dtype: Any) -> torch.dtype:
-    """On a CPU: bfloat16 unless float32 is asked for; where the CPU cannot multiply bfloat16 the kernels widen it."""
+def resolve_dtype(dtype: Any, kernels: str = "auto") -> torch.dtype:
+    """bfloat16 unless another is asked for. On a CPU that is float32 only; CUDA's kernels, emulated, have float16 only.
+
+    Where a CPU cannot multiply bfloat16 its kernels widen it.
+    """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if isinstance(name, str) and name in CPU_DTYPES:
-        return CPU_DTYPES[name]
-    if name in HALF_NAMES:
-        raise NotSupportedError(f"dtype={name!r} is not supported on a CPU: pass dtype='bfloat16' or 'float32'")
-    raise ValueError(f"dtype must be one of {sorted(CPU_DTYPES)}, got {dtype!r}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+    where, other = ("by kernels='simt'", "float16") if kernels == "simt" else ("on a CPU", "float32")
+    if str(DTYPES[name]).removeprefix("torch.") not in ("bfloat16", other):
+        raise NotSupportedError(f"dtype={name!r} is not supported {where}: pass dtype='bfloat16' or {other!r}")
+    return DTYPES[name]
 
 
 def check_block_size(block_size: int) -> None:

@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 from pagedllm.config import EngineConfig
 from pagedllm.model.checkpoint import Checkpoint
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.decoder import Decoder, weight_bytes
+from pagedllm.model.decoder import Decoder
+from pagedllm.model.dense_format import DenseFormat
+from pagedllm.model.linear import PackedFormat, WeightFormat
 from pagedllm.model.loader import load_model
 from pagedllm.model.rope import RopeTables
-from pagedllm.ops.attention import CpuAttentionBackend
+from pagedllm.ops.attention import AttentionBackend, CpuAttentionBackend
+from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.ops.library import KernelSet, load_kernels
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
@@ -63,8 +66,8 @@ class Runtime:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a token depends on nothing but its request. The readable twins use torch's products: they do not."""
-        return self.kernels.path is not None
+        """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation)."""
+        return self.kernels.namespace == "pagedllm"
 
     def close(self) -> None:
         self.runner.close()
@@ -74,16 +77,16 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     """Builds everything but the engine. Raises ValueError, ModelError, LibraryError or NotSupportedError, by name."""
     resolve_device(config.device)
     check_block_size(config.block_size)
-    dtype = resolve_dtype(config.dtype)
+    dtype = resolve_dtype(config.dtype, config.kernels)
     num_threads = config.num_threads or read_thread_limits().num_threads
     max_num_seqs = resolve_max_num_seqs(config)
     full_step = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
     clock = _Clock()
     kernels = load_kernels(config.kernels)
-    backend = CpuAttentionBackend(kernels.namespace)
+    backend, weight_format = choose_formats(kernels, dtype)
     clock.lap("kernels")
     with torch_threads(num_threads), torch.inference_mode():
-        decoder = load_model(checkpoint, dtype, backend, kernels.namespace)
+        decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format)
         clock.lap("weights")
         profile = profile_step(
             decoder,
@@ -131,6 +134,13 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     )
 
 
+def choose_formats(kernels: KernelSet, dtype: torch.dtype) -> tuple[AttentionBackend, WeightFormat]:
+    """How the KV cache and the weights lie: as the CPU's kernels want them, or as CUDA's do."""
+    if kernels.namespace == "pagedllm_simt":
+        return CudaAttentionBackend(kernels.namespace), DenseFormat(dtype)
+    return CpuAttentionBackend(kernels.namespace), PackedFormat(dtype)
+
+
 def _rope_row_offsets(tables: RopeTables) -> list[NDArray[np.int32]]:
     """Per rope: [num_variants] int32, where each variant begins in its table."""
     variants = range(tables.num_variants)
@@ -146,7 +156,7 @@ def _tell(decoder: Decoder, pool: PoolSize, profile: StepProfile, block_size: in
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
         "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers)",
-        weight_bytes(config, dtype) / GIB,
+        decoder.memory.num_taken / GIB,
         profile.step_bytes / GIB,
         pool.num_bytes / GIB,
         profile.free_bytes / GIB,

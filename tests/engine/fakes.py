@@ -237,7 +237,8 @@ def assert_slots_conserved(engine: EngineCore) -> None:
 
 def assert_manager_conserved(kv_cache: KVCacheManager) -> None:
     pool = kv_cache.pool
-    free = list(pool.free_block_queue)
+    free = [*pool.free_block_queue, *pool.retained]
+    assert len(set(free)) == len(free)
     held = [block for block in pool.blocks if block.ref_count > 0]
     assert len(free) == pool.num_free
     assert {block.block_id for block in free} | {block.block_id for block in held} == set(range(pool.num_blocks))
@@ -263,5 +264,6 @@ def assert_idle(engine: EngineCore) -> None:
     assert_slots_conserved(engine)
     assert engine.scheduler.kv_cache.pool.num_free == engine.scheduler.kv_cache.pool.num_blocks
     assert engine.scheduler.requests == {}
+    assert engine.scheduler.kv_cache._expected == engine.scheduler.kv_cache.pool.uses._ranks == {}
     assert engine.scheduler.running == []
     assert engine._state.outputs._ends == {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagedllm.engine.policy import FCFSPolicy, PriorityPolicy, make_policy
+from pagedllm.engine.policy import FCFSPolicy, OfflinePolicy, PriorityPolicy, make_policy
 from pagedllm.engine.scheduler_output import NewRequestData
-from pagedllm.errors import NotSupportedError
 from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
 from tests.engine.fakes import make_request
@@ -135,8 +134,7 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 def test_policies_by_name() -> None:
     assert isinstance(make_policy("fcfs"), FCFSPolicy)
     assert isinstance(make_policy("priority"), PriorityPolicy)
-    with pytest.raises(NotSupportedError, match="'offline' is not supported yet"):
-        make_policy("offline")
+    assert isinstance(make_policy("offline"), OfflinePolicy)
     with pytest.raises(ValueError, match=r"scheduling_policy must be .* got 'lifo'"):
         make_policy("lifo")  # type: ignore[arg-type]
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 
 import pytest
 
-from pagedllm import NotSupportedError
-from pagedllm.jobs.files import ResultFile, open_input
+from pagedllm.jobs.files import JobFiles, StreamFile, is_stream
+from pagedllm.jobs.formats import JobRefused
+from pagedllm.jobs.journal import Journal, write_manifest
+
+JOB = {"model": "m", "sampling": {"max_tokens": 4}}
+ID = bytes(range(1, 17))
+COLUMNS = {"output": "é\u2028", "finish_reason": "stop", "stop_reason": "", "completion_tokens": 3, "error": ""}
 
 
 @pytest.fixture
@@ -18,54 +24,137 @@ def input(tmp_path):
     return path
 
 
-def test_results_get_their_name_at_the_end(tmp_path, input):
-    output = tmp_path / "out.jsonl"
-    results = ResultFile(str(output), str(input))
-    results.write(b"one\n")
-    assert results.partial == tmp_path / "out.jsonl.partial"
-    assert results.partial.read_bytes() == b"one\n"  # on disk at once
-    assert not output.exists()
-    results.write(b"two\n")
-    results.commit()
-    results.close()
-    assert output.read_bytes() == b"one\ntwo\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+def files_of(output, input, if_exists="resume") -> JobFiles:
+    return JobFiles(str(output), [str(input)], if_exists)
 
 
-def test_an_unfinished_file_stays_and_an_empty_one_goes(tmp_path, input):
-    results = ResultFile(str(tmp_path / "a"), str(input))
-    results.write(b"one\n")
-    results.close()
-    assert (tmp_path / "a.partial").read_bytes() == b"one\n"
-    ResultFile(str(tmp_path / "b"), str(input)).close()
-    assert not (tmp_path / "b.partial").exists()
+def test_a_journal_line_is_on_disk_at_once_and_found_again(tmp_path):
+    journal = Journal(tmp_path / "j")
+    journal.append([(ID, 7, COLUMNS)])
+    (line,) = (tmp_path / "j").read_text().split("\n")[:-1]
+    assert json.loads(line) == {"id": ID.hex(), "row": 7, **COLUMNS}
+    journal.close()
+    journal = Journal(tmp_path / "j")
+    found = journal.find([ID, b"x" * 16])
+    assert found.tolist() == [0, -1]
+    assert (journal.num_tokens(found)[0], journal.rows(found)[0], journal.num_lines) == (3, 7, 1)
+    assert json.loads(b"{" + journal.columns_at(0) + b"}") == COLUMNS
+    journal.close()
 
 
-def test_an_existing_output_stays_until_the_new_one_is_finished(tmp_path, input):
-    output = tmp_path / "out"
-    output.write_text("old")
+def test_the_latest_line_of_an_id_counts(tmp_path):
+    journal = Journal(tmp_path / "j")
+    journal.append([(ID, 0, COLUMNS), (ID, 0, {**COLUMNS, "output": "new"})])
+    assert journal.find([ID]).tolist() == [-1]  # not indexed yet
+    journal.index()
+    assert json.loads(b"{" + journal.columns_at(journal.find([ID])[0]) + b"}")["output"] == "new"
+    journal.close()
+
+
+@pytest.mark.parametrize("tail", [b'{"id": "ab', b"\x00" * 30, b"x"])
+def test_a_torn_last_line_is_cut_off_before_anything_is_appended(tmp_path, tail):
+    journal = Journal(tmp_path / "j")
+    journal.append([(ID, 0, COLUMNS)])
+    journal.close()
+    whole = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(whole + tail)
+    journal = Journal(tmp_path / "j")
+    assert ((tmp_path / "j").read_bytes(), journal.num_lines, journal.num_damaged) == (whole, 1, 0)
+    journal.append([(b"y" * 16, 1, COLUMNS)])
+    assert json.loads(b"{" + journal.columns_at(1) + b"}") == COLUMNS
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\x00" * 30, b"{}", b'{"id": "zz"}', b'{"id": "00", "row": 1, "output": ""}', b"[]"]
+)
+def test_a_damaged_line_in_the_middle_costs_itself_only(tmp_path, damage):
+    journal = Journal(tmp_path / "j")
+    journal.append([(ID, 0, COLUMNS)])
+    journal.close()
+    whole = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(damage + b"\n" + whole)
+    journal = Journal(tmp_path / "j")
+    assert (journal.num_lines, journal.num_damaged) == (1, 1)
+    assert json.loads(b"{" + journal.columns_at(journal.find([ID])[0]) + b"}") == COLUMNS
+    journal.close()
+
+
+def test_two_runs_cannot_write_one_journal(tmp_path):
+    journal = Journal(tmp_path / "j")
+    with pytest.raises(FileExistsError, match="another run is writing this file"):
+        Journal(tmp_path / "j")
+    journal.close()
+    Journal(tmp_path / "j").close()
+
+
+def test_a_line_that_did_not_fit_leaves_no_torn_end(tmp_path):
+    journal = Journal(tmp_path / "j")
+    journal.append([(ID, 0, COLUMNS)])
+    size = (tmp_path / "j").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            journal.append([(b"y" * 16, 1, COLUMNS)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.close()
+    assert (tmp_path / "j").stat().st_size == size
+
+
+def test_a_foreign_file_is_refused_and_stays(tmp_path, input):
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(FileExistsError, match="not of a job that can be continued; if_exists='overwrite'"):
+        files_of(tmp_path / "out", input)
     with pytest.raises(FileExistsError, match="the output exists; if_exists='overwrite'"):
-        ResultFile(str(output), str(input))
-    with pytest.raises(FileExistsError):
-        ResultFile(str(output), str(input), "fail")
-    results = ResultFile(str(output), str(input), "overwrite")
-    results.write(b"new\n")
-    assert output.read_text() == "old"
-    results.commit()
-    results.close()
-    assert output.read_text() == "new\n"
+        files_of(tmp_path / "out", input, "fail")
+    (tmp_path / "other.partial").write_text("old")
+    with pytest.raises(FileExistsError, match="not of a job that can be continued"):
+        files_of(tmp_path / "other", input)
+    (tmp_path / "third.manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="not the manifest of a job"):
+        files_of(tmp_path / "third", input)
+    write_manifest(tmp_path / "fourth.manifest.json", {"format": 7})
+    with pytest.raises(ValueError, match="not a manifest that this version of pagedllm reads"):
+        files_of(tmp_path / "fourth", input)
+    files_of(tmp_path / "out", input, "overwrite")
+    assert (tmp_path / "out").read_text() == "old"
 
 
-def test_what_an_earlier_run_left_is_not_overwritten_unasked(tmp_path, input):
-    (tmp_path / "out.partial").write_text("earlier\n")
-    with pytest.raises(FileExistsError, match="an earlier run left its first results here"):
-        ResultFile(str(tmp_path / "out"), str(input))
-    assert (tmp_path / "out.partial").read_text() == "earlier\n"
-    results = ResultFile(str(tmp_path / "out"), str(input), "overwrite")
-    results.write(b"new\n")
-    results.commit()
-    results.close()
-    assert (tmp_path / "out").read_text() == "new\n"
+@pytest.mark.parametrize(
+    ("change", "may_grow", "text"),
+    [
+        ({"model": "n"}, False, "another model: 'm' -> 'n'; if_exists='overwrite'"),
+        ({"sampling": {"max_tokens": 4, "top_k": 3}}, False, "another top_k: 'unset' -> 3;"),
+        ({"sampling": {"max_tokens": 8}}, False, "another max_tokens: 4 -> 8; it may grow with --retry cut;"),
+        ({"sampling": {"max_tokens": 3}}, True, "another max_tokens: 4 -> 3;"),
+        ({"sampling": {"max_tokens": 8}}, True, None),
+        ({"sampling": {"max_tokens": None}}, True, None),
+        ({}, False, None),
+    ],
+)
+def test_only_the_same_job_is_continued(tmp_path, input, change, may_grow, text):
+    files = files_of(tmp_path / "out", input)
+    files.begin(JOB, may_grow=False).append([(ID, 0, COLUMNS)])
+    files.note(JOB, "running")
+    files.close()
+    files = files_of(tmp_path / "out", input)
+    if text is None:
+        assert files.begin({**JOB, **change}, may_grow=may_grow).num_lines == 1
+    else:
+        with pytest.raises(JobRefused, match=text):
+            files.begin({**JOB, **change}, may_grow=may_grow)
+    files.close()
+
+
+def test_a_job_without_a_result_leaves_no_file(tmp_path, input):
+    files = files_of(tmp_path / "out", input)
+    files.begin(JOB, may_grow=False)
+    files.note(JOB, "running")
+    files.close()
+    files.close()
+    assert list(tmp_path.iterdir()) == [input]
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "./in.jsonl", "symlink", "hardlink"])
@@ -73,75 +162,40 @@ def test_input_and_output_must_not_be_one_file(tmp_path, input, name):
     (tmp_path / "symlink").symlink_to(input)
     os.link(input, tmp_path / "hardlink")
     with pytest.raises(ValueError, match="are the same file"):
-        ResultFile(str(tmp_path / name), str(input), "overwrite")
+        files_of(tmp_path / name, input, "overwrite")
     assert input.read_text() == "{}\n"
 
 
-def test_the_input_must_not_be_the_partial_file(tmp_path):
-    partial = tmp_path / "out.partial"
-    partial.write_text("{}\n")
+@pytest.mark.parametrize("suffix", ["partial", "manifest.json", "new"])
+def test_the_input_must_be_none_of_the_companions(tmp_path, suffix):
+    path = tmp_path / f"out.{suffix}"
+    path.write_text("{}\n")
     with pytest.raises(ValueError, match="are the same file"):
-        ResultFile(str(tmp_path / "out"), str(partial), "overwrite")
-
-
-def test_a_symlink_as_output_stays_one(tmp_path, input):
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    results = ResultFile(str(tmp_path / "link"), str(input), "overwrite")
-    results.write(b"new\n")
-    results.commit()
-    results.close()
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "target").read_text() == "new\n"
+        files_of(tmp_path / "out", path, "overwrite")
 
 
 def test_folders_are_checked(tmp_path, input):
     with pytest.raises(FileNotFoundError, match="the output's folder does not exist"):
-        ResultFile(str(tmp_path / "missing" / "out"), str(input))
+        files_of(tmp_path / "missing" / "out", input)
     with pytest.raises(IsADirectoryError, match="the output is a folder"):
-        ResultFile(str(tmp_path), str(input))
-    with pytest.raises(IsADirectoryError, match="the input is a folder"), open_input(str(tmp_path)):
-        pass
-    with pytest.raises(FileNotFoundError), open_input(str(tmp_path / "missing")):
-        pass
-
-
-def test_resume_is_refused_by_name_and_other_words_too(tmp_path, input):
-    with pytest.raises(NotSupportedError, match="if_exists='resume' is not supported yet"):
-        ResultFile(str(tmp_path / "out"), str(input), "resume")
-    with pytest.raises(ValueError, match="if_exists must be 'resume', 'overwrite' or 'fail', got 'append'"):
-        ResultFile(str(tmp_path / "out"), str(input), "append")
+        files_of(tmp_path, input)
 
 
 def test_a_full_device_is_an_error():
-    results = ResultFile("/dev/full", "-")
+    assert is_stream("/dev/full")
+    results = StreamFile("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         results.write(b"one\n")
     results.close()
 
 
-def test_a_line_that_did_not_fit_leaves_no_torn_end(tmp_path, input):
-    results = ResultFile(str(tmp_path / "out"), str(input))
-    results.write(b"0123456789\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            results.write(b"0123456789\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    results.close()
-    assert (tmp_path / "out.partial").read_bytes() == b"0123456789\n"
-
-
-def test_a_fifo_is_written_as_it_is(tmp_path, input):
+def test_a_fifo_is_written_as_it_is(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    results = ResultFile(str(fifo), str(input))
+    assert is_stream(str(fifo))
+    results = StreamFile(str(fifo))
     results.write(b"one\n")
     assert os.read(reader, 100) == b"one\n"
-    results.commit()
     results.close()
     os.close(reader)
-    assert results.partial is None

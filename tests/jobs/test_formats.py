@@ -8,9 +8,17 @@ import json
 import pytest
 
 from pagedllm.jobs import formats
-from pagedllm.jobs.formats import parse_row, read_rows, result_line
+from pagedllm.jobs.formats import Row, columns_text, parse_row, read_lines, result_line
 
 COLUMNS = {"output": "x", "row": 0}
+
+
+def read_rows(stream: io.BytesIO) -> list[Row]:
+    return [parse_row(text, index) for index, (_, text) in enumerate(read_lines(stream))]
+
+
+def written(row: Row, columns: dict) -> bytes:
+    return result_line(row.raw, columns_text(columns))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,7 @@ def test_an_unreadable_line_is_an_invalid_json_line_and_has_the_columns_only(lin
     row = parse_row(line, 0)
     assert row.prompt.error.code == "invalid_json_line"
     assert row.prompt.error.message.startswith(text)
-    assert json.loads(result_line(row, COLUMNS)) == COLUMNS
+    assert json.loads(written(row, COLUMNS)) == COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,7 @@ def test_an_unreadable_line_is_an_invalid_json_line_and_has_the_columns_only(lin
 def test_a_readable_row_without_a_usable_prompt_keeps_its_fields(line, text):
     row = parse_row(line, 0)
     assert (row.prompt.error.code, row.prompt.error.message) == ("invalid_parameter", text)
-    assert json.loads(result_line(row, COLUMNS)) == {**json.loads(line), **COLUMNS}
+    assert json.loads(written(row, COLUMNS)) == {**json.loads(line), **COLUMNS}
 
 
 def test_prompt_messages_and_sampling_params_are_read():
@@ -79,25 +87,25 @@ def test_prompt_messages_and_sampling_params_are_read():
     ],
 )  # fmt: skip
 def test_fields_come_back_byte_for_byte_and_in_order(line, result):
-    row = next(read_rows(io.BytesIO(line)))
-    assert result_line(row, COLUMNS) == result
+    (row,) = read_rows(io.BytesIO(line))
+    assert written(row, COLUMNS) == result
 
 
 def test_a_result_is_one_line_for_every_reader():
     row = parse_row('{"prompt": "a\u2028\x85"}'.encode(), 0)
-    line = result_line(row, {"output": "b\u2029\n\r\x1c"}).decode()
+    line = written(row, {"output": "b\u2029\n\r\x1c"}).decode()
     assert len(line.splitlines()) == 1
     assert json.loads(line) == {"prompt": "a\u2028\x85", "output": "b\u2029\n\r\x1c"}
 
 
 def test_blank_lines_are_no_rows_and_a_byte_order_mark_is_no_text():
-    rows = list(read_rows(io.BytesIO(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}')))
+    rows = read_rows(io.BytesIO(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}'))
     assert [(row.index, row.prompt.text) for row in rows] == [(0, "a"), (1, "b")]
 
 
 def test_a_line_that_is_too_long_is_a_row_with_an_error_and_the_next_is_read(monkeypatch):
     monkeypatch.setattr(formats, "MAX_LINE_BYTES", 20)
     long, fits = b'{"prompt": "' + b"a" * 50 + b'"}', b'{"prompt": "123456"}'
-    rows = list(read_rows(io.BytesIO(long + b"\n" + fits + b"\n" + long)))
+    rows = read_rows(io.BytesIO(long + b"\n" + fits + b"\n" + long))
     assert [row.prompt.text for row in rows] == [None, "123456", None]
     assert rows[0].prompt.error.message == "the line has more than 20 bytes"

@@ -6,7 +6,7 @@ import pytest
 
 from pagedllm.jobs import progress
 from pagedllm.jobs.progress import JobProgress, summary
-from pagedllm.jobs.runner import JobReport
+from pagedllm.jobs.report import JobReport
 
 REPORT = JobReport(
     num_rows=1200,

@@ -9,9 +9,11 @@ import pytest
 
 from pagedllm import LLM, NotSupportedError, SamplingParams
 from pagedllm.errors import ModelError
-from pagedllm.jobs import runner
-from pagedllm.jobs.formats import parse_row
+from pagedllm.jobs import rows as job_rows
+from pagedllm.jobs import stream
+from pagedllm.jobs.formats import read_lines
 from pagedllm.jobs.runner import TooManyFailures, open_job
+from pagedllm.jobs.source import Line
 from tests.fake_assembly import VOCAB_SIZE, fake_assemble
 
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
@@ -125,38 +127,68 @@ def test_a_seed_of_its_own_repeats_a_row(run):
     assert len({row["output"] for row in run(rows)}) == 1
 
 
-@pytest.mark.parametrize("held_bytes", [0, 64 << 20])
-def test_many_rows_of_uneven_length_come_in_order_through_a_small_window(run, monkeypatch, held_bytes):
-    monkeypatch.setattr(runner, "MAX_HELD_BYTES", held_bytes)
-    rows = [{"prompt": f"{i}", "sampling_params": {"temperature": 0, "max_tokens": 1 + i * 7 % 40}} for i in range(300)]
-    found = run(rows, LLM("fake", max_num_seqs=4))
+def uneven_rows(num_rows):
+    return [
+        {"prompt": f"{i}", "sampling_params": {"temperature": 0, "max_tokens": 1 + i * 7 % 40}} for i in range(num_rows)
+    ]
+
+
+def test_many_rows_of_uneven_length_stand_in_order(run):
+    found = run(uneven_rows(300), LLM("fake", max_num_seqs=4))
     assert [row["prompt"] for row in found] == [str(i) for i in range(300)]
     assert [row["completion_tokens"] for row in found] == [1 + i * 7 % 40 for i in range(300)]
 
 
-def test_rows_are_read_as_there_is_room_for_them(tmp_path):
+@pytest.fixture
+def written(monkeypatch):
+    """Lines that a stream got, with /dev/null as the output."""
+    lines = []
+    monkeypatch.setattr("pagedllm.jobs.files.StreamFile.write", lambda self, line: lines.append(json.loads(line)))
+    return lines
+
+
+@pytest.mark.parametrize("held_bytes", [0, 64 << 20])
+def test_a_stream_gets_rows_in_order_through_a_small_window(tmp_path, monkeypatch, written, held_bytes):
+    monkeypatch.setattr(stream, "MAX_HELD_BYTES", held_bytes)
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, uneven_rows(300))))
+    with LLM("fake", max_num_seqs=4) as llm:
+        llm.run_file(tmp_path / "in", "/dev/null")
+    assert [row["prompt"] for row in written] == [str(i) for i in range(300)]
+    assert [row["completion_tokens"] for row in written] == [1 + i * 7 % 40 for i in range(300)]
+
+
+def test_a_stream_may_get_rows_as_they_are_completed(tmp_path, written):
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, uneven_rows(50))))
+    with LLM("fake", max_num_seqs=4) as llm:
+        llm.run_file(tmp_path / "in", "/dev/null", order="completion")
+    indices = [row["row"] for row in written]
+    assert sorted(indices) == list(range(50)) != indices
+
+
+def test_a_stream_is_read_as_there_is_room(tmp_path, written):
     num_read = 0
 
-    def rows():
-        nonlocal num_read
-        for row in itertools.count():
+    class Endless:
+        def readline(self, limit):
+            nonlocal num_read
             num_read += 1
-            yield json.dumps({"prompt": str(row)}).encode()
+            return json.dumps({"prompt": str(num_read)}).encode() + b"\n"
 
     class Stop(Exception):
         pass
 
     def look(report):
-        assert num_read <= report.num_rows + 8 * runner.SEQS_AHEAD + runner.CHUNK_ROWS
+        assert num_read <= 1 + report.num_rows + 8 * stream.SEQS_AHEAD + job_rows.CHUNK_ROWS
         if report.num_rows >= 500:
             raise Stop
 
-    with LLM("fake") as llm, open_job("/dev/null", tmp_path / "out", sampling_params=GREEDY) as job:
-        job._rows = (parse_row(line, index) for index, line in enumerate(rows()))
+    (tmp_path / "in").write_text("{}")
+    with LLM("fake") as llm, open_job(tmp_path / "in", "/dev/null", sampling_params=GREEDY) as job:
+        job._lines = itertools.starmap(Line, ((i, 0, text) for i, (_, text) in enumerate(read_lines(Endless()))))
         with pytest.raises(Stop):
             llm.run_job(job, look)
         assert not llm._assembly.engine.has_unfinished_requests()
-    assert len((tmp_path / "out.partial").read_text().splitlines()) == job.report.num_rows < 600
+    assert [row["row"] for row in written] == list(range(job.report.num_rows))
 
 
 def test_an_interrupt_leaves_whole_rows_and_a_clean_engine(tmp_path, run):
@@ -171,7 +203,7 @@ def test_an_interrupt_leaves_whole_rows_and_a_clean_engine(tmp_path, run):
         with pytest.raises(KeyboardInterrupt), open_job(input, tmp_path / "out", sampling_params=GREEDY) as job:
             llm.run_job(job, interrupt)
         lines = (tmp_path / "out.partial").read_text().splitlines()
-        assert [json.loads(line)["row"] for line in lines] == list(range(job.num_written))
+        assert len({json.loads(line)["row"] for line in lines}) == job.num_written
         assert 20 <= job.num_written < 50
         assert llm._assembly.engine.scheduler.kv_cache.pool.num_free == 512
 
@@ -180,7 +212,6 @@ def test_the_job_stops_when_its_first_100_rows_all_fail(tmp_path, run):
     with pytest.raises(TooManyFailures) as caught:
         run([b"{"] * 250)
     assert str(caught.value).startswith("the first 100 rows all failed; row 0: invalid_json_line: not JSON")
-    assert len((tmp_path / "out.jsonl.partial").read_text().splitlines()) == 100
     assert len(run([b"{"] * 99 + [{"prompt": "a"}] + [b"{"] * 150, sampling_params=GREEDY)) == 250
 
 
@@ -208,7 +239,7 @@ def test_given_parameters_are_checked_before_a_model_is_needed(tmp_path, params,
 
 
 def test_the_report_counts_what_the_job_did(run):
-    rows = [{"prompt": "x" * 40}] * 4
+    rows = [{"prompt": "x" * 39 + c} for c in "abcd"]
     run(rows, LLM("fake", max_num_seqs=1), sampling_params=GREEDY)
     report = run.report
     assert (report.num_prompt_tokens, report.num_completion_tokens, report.num_cut) == (164, 16, 4)

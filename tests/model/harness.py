@@ -16,7 +16,7 @@ from torch import Tensor
 from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.model.loader import load_model, open_checkpoint
 from pagedllm.model.rope import RopeTables
-from pagedllm.ops.attention import AttentionMetadata, AttentionShape, CpuAttentionBackend
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape, CpuAttentionBackend
 
 REFERENCE = "pagedllm_reference"
 
@@ -36,11 +36,12 @@ class Sequences:
         block_size: int = 8,
         max_num_tokens: int = 512,
         max_model_len: int | None = None,
+        backend: AttentionBackend | None = None,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.block_size = block_size
-        self.backend = CpuAttentionBackend(decoder.namespace)
+        self.backend = backend or CpuAttentionBackend(decoder.namespace)
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         spec = self.backend.kv_cache_spec(num_blocks, block_size, config.num_kv_heads, config.head_dim, decoder.dtype)
         self.kv_caches = [
@@ -79,6 +80,7 @@ class Sequences:
             token_ids += ids
         inputs = DecoderInput(
             token_ids=torch.tensor(token_ids, dtype=torch.int32),
+            positions=torch.tensor([p for p, _ in positions], dtype=torch.int32),
             rope_rows=tuple(
                 torch.tensor([p + self.tables.row_offset(index, v) for p, v in positions], dtype=torch.int32)
                 for index in range(len(self.decoder.config.ropes))

@@ -72,7 +72,7 @@ def test_the_family_reads_the_config_whole(tmp_path: Path, architecture: str) ->
     checkpoint = GGUFCheckpoint(write_model(tmp_path / "m.gguf", architecture))
     config = read_model_config(checkpoint.config, checkpoint.path)
     assert (config.num_layers, config.hidden_size, config.head_dim, config.num_kv_heads) == (2, 64, 16, 2)
-    assert config.has_qk_norm == (architecture != "llama")
+    assert config.qk_norm == ("none" if architecture == "llama" else "head")
 
 
 def test_linear_scaling_in_both_spellings(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from pagedllm.model.hf_config import HARMLESS, NEUTRAL_VALUES
 from pagedllm.model.registry import read_model_config
 from pagedllm.ops.linear import Activation
 from tests.model.configs import GEMMA_3_270M, LLAMA_31_8B, QWEN3_06B, REAL_CONFIGS, SMOLLM2_135M
+from tests.model.family_models import CASES, config_json
 
 FOLDER = Path("model")
+ALL_CONFIGS = {**REAL_CONFIGS, **{name: config_json(case) for name, case in CASES.items()}}
 
 
 def read(config: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -56,7 +58,7 @@ def test_llama_31() -> None:
 def test_qwen3() -> None:
     config = read(QWEN3_06B)
     assert config.ropes == (RopeConfig(1_000_000.0, 128),)
-    assert (config.has_qk_norm, config.head_dim, config.num_q_heads, config.is_tied) == (True, 128, 16, True)
+    assert (config.qk_norm, config.head_dim, config.num_q_heads, config.is_tied) == ("head", 128, 16, True)
     assert {layer.attention.window for layer in config.layers} == {0}
 
 
@@ -68,19 +70,19 @@ def test_gemma3() -> None:
     assert config.ropes == (local.rope, other.rope)
     assert config.embedding_scale == math.sqrt(640)
     assert (config.attention_scale, config.norm_weight_offset, config.logit_softcap) == (1 / 16, 1.0, 0.0)
-    assert (config.has_post_norms, config.has_qk_norm, config.is_tied) == (True, True, True)
+    assert (config.has_post_norms, config.qk_norm, config.is_tied) == (True, "head", True)
     assert config.activation == Activation.GELU_TANH
 
 
-@pytest.mark.parametrize("model", REAL_CONFIGS)
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("model", ALL_CONFIGS)
+@settings(max_examples=20, deadline=None)
 @given(
     key=st.text(min_size=1, max_size=20)
     | st.sampled_from(["sliding_windo", "rope_thetas", "attn_scale", "logit_scale"]),
     value=st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers()),
 )
 def test_one_unknown_setting_is_refused_by_name(model: str, key: str, value: object) -> None:
-    config = REAL_CONFIGS[model]
+    config = ALL_CONFIGS[model]
     if key in config or key in HARMLESS or key in NEUTRAL_VALUES:
         return
     with pytest.raises(ModelError) as caught:
@@ -96,13 +98,15 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("model", REAL_CONFIGS)
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("model", ALL_CONFIGS)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), value=JSON)
 def test_nonsense_in_a_known_setting_gives_a_model_error_or_a_config(
     model: str, data: st.DataObject, value: Any
 ) -> None:
-    config = {**REAL_CONFIGS[model], "rope_parameters": None, "original_max_position_embeddings": None}
+    config = ALL_CONFIGS[model]
+    if model in REAL_CONFIGS:
+        config = {**config, "rope_parameters": None, "original_max_position_embeddings": None}
     key = data.draw(st.sampled_from(sorted(config)))
     with contextlib.suppress(ModelError):
         assert isinstance(read(config, **{key: value}), ModelConfig)
@@ -137,7 +141,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_interleaved": True}, "rope_interleaved is True, which is not supported"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True, which is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}: quantized weights of this kind"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Gemma3ForCausalLM, Ll"),
+        (
+            {"architectures": ["T5Model"]},
+            "T5Model is not supported; supported: Cohere2ForCausalLM, CohereForCausalLM, F",
+        ),
         ({"architectures": None}, "architectures must be a list of one name, got None"),
         ({"architectures": [["x"]]}, r"architectures must be a list of one name, got \[\['x'\]\]"),
         ({"model_type": "mistral"}, "model_type is 'mistral', but LlamaForCausalLM is llama"),
@@ -252,3 +259,74 @@ def test_gemma3_pattern_stands_in_for_layer_types() -> None:
         config = {k: v for k, v in GEMMA_3_270M.items() if k not in ("layer_types", "_sliding_window_pattern")}
         windows = [layer.attention.window for layer in read(config, **{key: 3}).layers]
         assert windows == [512, 512, 0] * 6
+
+
+def family_config(name: str) -> dict[str, Any]:
+    return config_json(CASES[name])
+
+
+ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
+        ("ministral", {"sliding_window": None}, "sliding_window is null, but there are layers of sliding_attention"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, r"no_rope_layers must be a list of 4 zeros and ones, got \[1, 1\]"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must be a list of 4 zeros and ones"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias is True, only False is supported"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1, got 1.5"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 1.0, but partial_rotary_fa"),
+        (
+            "phi3",
+            {"rope_parameters": {**ROTARY, "partial_rotary_factor": 0.1}},
+            "partial_rotary_factor 0.1 of head_dim 32 is not an even number of features",
+        ),
+        ("granite", {"residual_multiplier": 1e-9}, r"residual_multiplier must be in \[0.001, 1000\], got 1e-09"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True, only False is supported"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False, only True is supported"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, only False is supported"),
+        ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads must be the number of heads 4"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, only False is"),
+        ("gpt2", {"n_ctx": 64}, "n_ctx is 64, only 128 is supported"),
+        ("gpt2", {"n_head": 3}, "n_embd is 128, which 3 heads do not divide"),
+        ("falcon 7b", {"alibi": True}, "alibi is True, only False is supported"),
+        ("falcon 7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, which is not supported here"),
+        ("falcon 40b", {"parallel_attn": False}, "parallel_attn is false, which new_decoder_architecture contradicts"),
+        ("falcon 40b", {"num_kv_heads": 3}, "num_kv_heads is 3, which does not fit 4 heads"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_settings_of_the_other_families_that_are_refused(case: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read(family_config(case), **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_window_of_mistral_is_transformers_default() -> None:
+    config = {key: value for key, value in family_config("mistral").items() if key != "sliding_window"}
+    assert {layer.attention.window for layer in read(config).layers} == {4096}
+    assert {layer.attention.window for layer in read(config, sliding_window=None).layers} == {0}
+
+
+def test_rotary_share_of_gpt_neox_in_the_spelling_of_version_4() -> None:
+    config = {key: value for key, value in family_config("gpt_neox").items() if key != "rope_parameters"}
+    assert read(config).ropes == (RopeConfig(10_000.0, 8),)
+    assert read(config, rotary_pct=0.5, rotary_emb_base=5_000).ropes == (RopeConfig(5_000.0, 16),)
+
+
+def test_phi3_calls_longrope_su_in_its_first_files() -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    config = {key: value for key, value in family_config("phi3").items() if key != "rope_parameters"}
+    scaling = {"type": "su", **factors}
+    ropes = read(config, rope_scaling=scaling, rope_theta=10_000.0, original_max_position_embeddings=64).ropes
+    assert [(rope.kind, rope.long_factors) for rope in ropes] == [("longrope", (2.0,) * 16)]
+
+
+def test_granite_divides_the_residual_stream_instead_of_multiplying_what_joins_it() -> None:
+    config = read(family_config("granite"))
+    assert config.embedding_scale == pytest.approx(12 / 0.22)
+    assert config.norm_eps == pytest.approx(1e-5 / 0.22**2)
+    assert (config.attention_scale, config.logit_scale) == (0.25, 1 / 8)

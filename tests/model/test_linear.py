@@ -95,7 +95,7 @@ def test_weight_bytes_is_what_the_decoder_takes(family: str, settings: dict[str,
     model = build(family, **settings)
     config = read_model_config({**model.config.to_dict(), "architectures": [type(model).__name__]}, Path("model"))
     decoder = Decoder(config, dtype, CpuAttentionBackend(REFERENCE), REFERENCE)
-    assert decoder.memory.num_taken == weight_bytes(config, dtype)
+    assert decoder.memory.num_taken == weight_bytes(config, PackedFormat(dtype))
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_weight_bytes_is_what_the_decoder_takes(family: str, settings: dict[str,
 )
 def test_weight_bytes_of_real_models(model: str, num_parameters: int, num_norm_parameters: int) -> None:
     config = read_model_config(REAL_CONFIGS[model], Path("model"))
-    assert weight_bytes(config, torch.bfloat16) == 2 * num_parameters + 2 * num_norm_parameters
-    assert weight_bytes(config, torch.float32) == 4 * num_parameters
+    assert weight_bytes(config, PackedFormat(torch.bfloat16)) == 2 * num_parameters + 2 * num_norm_parameters
+    assert weight_bytes(config, PackedFormat(torch.float32)) == 4 * num_parameters

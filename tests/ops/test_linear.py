@@ -198,7 +198,7 @@ def test_opcheck() -> None:
         ({"bias": torch.zeros(63)}, r"packed_linear: bias must have shape \[64\]"),
         ({"bias": torch.zeros(64, dtype=torch.bfloat16)}, "packed_linear: bias must be float32, got bfloat16"),
         ({"residual": torch.zeros(2, 63)}, r"packed_linear: residual must have shape \[2, 64\]"),
-        ({"activation": 4}, "packed_linear: activation must be from 0 to 3, got 4"),
+        ({"activation": 5}, "packed_linear: activation must be from 0 to 4, got 5"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm: right within PyTorch's own error, and rows are independent."""
+"""rms_norm, add_rms_norm and layer_norm: right within PyTorch's own error, and rows are independent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.ops.library import load_kernels
-from pagedllm.ops.norm import add_rms_norm, rms_norm
+from pagedllm.ops.norm import add_rms_norm, layer_norm, rms_norm
 from tests.ops.test_linear import rms
 
 NAMESPACE = load_kernels().namespace
@@ -78,10 +78,58 @@ def test_output_may_be_the_input() -> None:
     assert torch.equal(x, expected)
 
 
+def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = x.double()
+    centered = wide - wide.mean(-1, keepdim=True)
+    normed = centered / (centered.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    return normed if bias is None else normed + bias.double()
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [1, 15, 16, 17, 64, 100, 576, 1025])
+def test_error_of_layer_norm_is_at_most_twice_torchs_own(
+    hidden_size: int, dtype: torch.dtype, mean: float, has_bias: bool
+) -> None:
+    x, _, weight = inputs(9, hidden_size, dtype)
+    x = (x.float() + mean).to(dtype)
+    bias = torch.linspace(-1, 1, hidden_size) if has_bias else None
+    out = torch.empty_like(x)
+    layer_norm(NAMESPACE, out, x, weight, bias, EPS)
+    exact = exact_layer_norm(x, weight, bias)
+    torchs = torch.nn.functional.layer_norm(x.float(), (hidden_size,), weight, bias, EPS).to(dtype)
+    half_a_step = rms(exact) * torch.finfo(dtype).eps / 2  # where torch happens to be exact
+    assert rms(out - exact) <= max(2 * rms(torchs - exact), half_a_step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_row_of_layer_norm_depend_on_that_row_alone(dtype: torch.dtype) -> None:
+    x, _, weight = inputs(300, 577, dtype)
+    together, alone = torch.empty_like(x), torch.empty_like(x)
+    layer_norm(NAMESPACE, together, x, weight, weight, EPS)
+    for row in range(300):
+        layer_norm(NAMESPACE, alone[row : row + 1], x[row : row + 1], weight, weight, EPS)
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_strided_rows_in_place_leaves_what_lies_between_them(dtype: torch.dtype) -> None:
+    x, _, weight = inputs(5, 40, dtype)
+    wide = torch.full((5, 64), torch.nan, dtype=dtype)
+    wide[:, :40] = x
+    layer_norm(NAMESPACE, wide[:, :40], wide[:, :40], weight, None, EPS)
+    out = torch.empty_like(x)
+    layer_norm(NAMESPACE, out, x, weight, None, EPS)
+    assert torch.equal(wide[:, :40], out)
+    assert wide[:, 40:].isnan().all()
+
+
 def test_opcheck() -> None:
     x, residual, weight = inputs(3, 20, torch.float32)
     torch.library.opcheck(torch.ops.pagedllm.rms_norm.default, (torch.empty_like(x), x, weight, EPS))
     torch.library.opcheck(torch.ops.pagedllm.add_rms_norm.default, (torch.empty_like(x), residual, x, weight, EPS))
+    torch.library.opcheck(torch.ops.pagedllm.layer_norm.default, (torch.empty_like(x), x, weight, weight, EPS))
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -94,3 +142,5 @@ def test_wrong_arguments_are_named() -> None:
         rms_norm(NAMESPACE, torch.empty_like(x.double()), x.double(), weight, EPS)
     with pytest.raises(RuntimeError, match="add_rms_norm: residual must be float32, got bfloat16"):
         add_rms_norm(NAMESPACE, torch.empty_like(x), x.bfloat16(), x, weight, EPS)
+    with pytest.raises(RuntimeError, match=r"layer_norm: bias must have shape \[20\], got float32 of shape \[19\]"):
+        layer_norm(NAMESPACE, torch.empty_like(x), x, weight, weight[:19], EPS)

@@ -79,6 +79,13 @@ def test_half_is_refused_with_the_way_out(given: object) -> None:
         resolve_dtype(given)
 
 
+def test_the_emulated_cuda_kernels_take_half_and_no_float32() -> None:
+    assert resolve_dtype("half", "simt") is torch.float16
+    assert resolve_dtype("auto", "simt") is torch.bfloat16
+    with pytest.raises(NotSupportedError, match=r"dtype='float' is not.*by kernels='simt': pass .*'float16'"):
+        resolve_dtype("float", "simt")
+
+
 @pytest.mark.parametrize("given", ["int8", 3, torch.int32])
 def test_other_dtypes_are_refused_by_name(given: object) -> None:
     with pytest.raises(ValueError, match=r"dtype must be one of.*got"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,11 +67,21 @@ class _Launch(ctypes.Structure):
     )
 
 
+@contextlib.contextmanager
+def only_builder_of(output: Path) -> Iterator[None]:
+    """Waits for another run of the tests that builds the same; what it built is then up to date."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output.with_suffix(output.suffix + ".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, however the process ends
+        yield
+
+
 def build(root: Path = ROOT) -> Path:
     """Compiles what is stale."""
     environment = os.environ | {"PAGEDLLM_BUILD": "simt"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    with only_builder_of(root / "build" / LIBRARY.name):
+        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"the emulated kernels do not build:\n{result.stdout[-4000:]}\n{result.stderr[-8000:]}")
     return root / LIBRARY.relative_to(ROOT)

@@ -10,11 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.simt.emulator import ROOT
+from tests.simt.emulator import ROOT, only_builder_of
 
 FOLDER = ROOT / "build" / "nvcc"
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 GATED_ARCHS = ("80", "90")
+NO_NVCC = "nvcc was not found by CUDA_HOME, PATH or in the pip package nvidia-cuda-nvcc"
+NO_NVDISASM = "nvdisasm was not found by CUDA_HOME, PATH or in the pip package nvidia-cuda-nvdisasm"
 
 
 def find_tool(name: str) -> str | None:
@@ -37,25 +39,17 @@ def compile_source(stem: str, arch: str, kind: str, root: Path = ROOT) -> Compil
     folder = root / FOLDER.relative_to(ROOT)
     output, log = folder / f"{stem}_{arch}.{kind}", folder / f"{stem}_{arch}.{kind}.log"
     inputs = [path for pattern in ("*.cu", "*.cuh", "*.h") for path in (root / "csrc" / "cuda").glob(pattern)]
-    if not output.exists() or output.stat().st_mtime < max(path.stat().st_mtime for path in inputs):
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = ["-Xptxas=-v"] if kind == "cubin" else []
-        target = f"-gencode=arch=compute_{arch},code={'sm' if kind == 'cubin' else 'compute'}_{arch}"
-        command = [
-            str(find_tool("nvcc")),
-            "-std=c++17",
-            "-O3",
-            "--expt-relaxed-constexpr",
-            "-Icsrc",
-            target,
-            f"-{kind}",
-        ]
-        command += [*flags, f"csrc/cuda/{stem}.cu", "-o", str(output)]
-        result = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        if result.returncode != 0:
-            raise RuntimeError(f"nvcc fails on {stem}.cu for {arch}:\n{result.stderr[-8000:]}")
-        log.write_text(result.stderr)
-    return Compiled(output, log.read_text())
+    flags = ["-Xptxas=-v"] if kind == "cubin" else []
+    target = f"-gencode=arch=compute_{arch},code={'sm' if kind == 'cubin' else 'compute'}_{arch}"
+    with only_builder_of(output):
+        if not log.exists() or log.stat().st_mtime < max(path.stat().st_mtime for path in inputs):
+            command = [str(find_tool("nvcc")), "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Icsrc"]
+            command += [target, f"-{kind}", *flags, f"csrc/cuda/{stem}.cu", "-o", str(output)]
+            result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+            if result.returncode != 0:
+                raise RuntimeError(f"nvcc fails on {stem}.cu for {arch}:\n{result.stderr[-8000:]}")
+            log.write_text(result.stderr)
+        return Compiled(output, log.read_text())
 
 
 class Resources(NamedTuple):

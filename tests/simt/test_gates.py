@@ -10,6 +10,8 @@ import pytest
 
 from tests.simt.nvcc import (
     GATED_ARCHS,
+    NO_NVCC,
+    NO_NVDISASM,
     SOURCES,
     Resources,
     compile_source,
@@ -18,7 +20,7 @@ from tests.simt.nvcc import (
     read_resources,
 )
 
-pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc was not found")
+pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 
 # Blocks of 128 threads an SM has registers for: 65536 / (128 * registers).
 MAX_REGISTERS = {(16, 64): 96, (16, 80): 112, (16, 96): 120, (16, 112): 128, (16, 128): 128, (16, 256): 232}
@@ -61,7 +63,7 @@ def test_kernels_keep_to_their_register_budget(
     assert over == {}
 
 
-@pytest.mark.skipif(find_tool("nvdisasm") is None, reason="nvdisasm was not found")
+@pytest.mark.skipif(find_tool("nvdisasm") is None, reason=NO_NVDISASM)
 @pytest.mark.parametrize("arch", GATED_ARCHS)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
 def test_attention_has_the_instructions_it_was_designed_with(head_dim: int, arch: str) -> None:

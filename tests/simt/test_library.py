@@ -10,6 +10,6 @@ def test_the_emulated_kernels_are_a_kernel_set(emulator: Emulator) -> None:
     assert load_kernels("simt") == KernelSet("simt", "pagedllm_simt", LIBRARY)
 
 
-def test_every_operator_but_those_of_packed_weights_has_a_cuda_kernel(emulator: Emulator) -> None:
+def test_every_operator_but_those_for_cpus_only_has_a_cuda_kernel(emulator: Emulator) -> None:
     wanted = {schema for schema in defined_schemas() if schema[: schema.index("(")] not in CPU_ONLY_OPERATORS}
     assert set(emulator.signatures()) == wanted

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.simt.emulator import ROOT, build
-from tests.simt.nvcc import find_tool
+from tests.simt.nvcc import NO_NVCC, find_tool
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ ASSEMBLY = [
 ]
 
 
-@pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc was not found")
+@pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 @pytest.mark.parametrize(("old", "new"), [m[1:] for m in ASSEMBLY], ids=[m[0].replace(" ", "_") for m in ASSEMBLY])
 def test_the_interpreter_notices_wrong_assembly(old: str, new: str, mutant_root: Path) -> None:
     """The emulator cannot: it has other bodies for these instructions."""

@@ -14,11 +14,11 @@ from pagedllm.ops.norm import add_rms_norm
 from pagedllm.ops.sampling import process_logits, sample, top_logprobs
 from tests.simt.attention_case import AttentionCase, make_batch, random_case, relative_error
 from tests.simt.emulator import Emulator
-from tests.simt.nvcc import compile_source, find_tool
+from tests.simt.nvcc import NO_NVCC, compile_source, find_tool
 from tests.simt.ptx_interpreter import run_launch
 from tests.simt.ptx_parser import Kernel, parse_ptx
 
-pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc was not found")
+pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 SIMT = "pagedllm_simt"
 
 

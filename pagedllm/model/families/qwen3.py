@@ -33,7 +33,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         is_tied=reader.boolean("tie_word_embeddings", False),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
-        has_qk_norm=True,
+        qk_norm="head",
         eos_token_ids=reader.token_ids("eos_token_id"),
         bos_token_id=read_bos(reader),
     )

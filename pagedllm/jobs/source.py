@@ -1,0 +1,149 @@
+"""The input of a job: its lines in order, and each of them again by its place.
+
+A path, "-" (stdin), a FIFO, a .gz file, or a pattern of several files, which are read in the order of their names. What
+cannot be read twice is kept in an unnamed temporary file, where the job needs it twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import gzip
+import os
+import sys
+import tempfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from pagedllm.jobs.formats import BYTE_ORDER_MARK, read_lines
+
+
+class Line(NamedTuple):
+    row: int  # 0-based in the whole input, also where only a part of it is run
+    place: int  # for `line_at`
+    text: bytes | None  # without its end; None: too long to be read
+
+
+class Source:
+    """limit: only so many rows; shard (i, n): of those, every n-th from the i-th on, counted from 1.
+
+    Raises FileNotFoundError, IsADirectoryError or PermissionError at once.
+    """
+
+    def __init__(
+        self, input: str, *, limit: int | None = None, shard: tuple[int, int] = (1, 1), spool_folder: Path | None = None
+    ) -> None:
+        self.paths = find_inputs(input)
+        self._limit = limit
+        self._shard = shard
+        self._exit = contextlib.ExitStack()
+        self._first = None if input == "-" else self._exit.enter_context(open(self.paths[0], "rb"))  # noqa: SIM115
+        self._bases: list[int] = []  # place of the first byte of each file read so far
+        self._open: tuple[int, BinaryIO] | None = None  # number of the file that `line_at` has open
+        self._spool: BinaryIO | None = None
+        if spool_folder is not None and not self.can_be_read_twice:
+            spool = tempfile.TemporaryFile(dir=spool_folder, prefix=".pagedllm-")  # noqa: SIM115
+            self._spool = cast("BinaryIO", self._exit.enter_context(spool))
+        self._digest = blake2b(digest_size=16)
+
+    @property
+    def can_be_read_twice(self) -> bool:
+        return all(path != "-" and os.path.isfile(path) and not path.endswith(".gz") for path in self.paths)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the rows read so far."""
+        return self._digest.hexdigest()
+
+    def lines(self) -> Iterator[Line]:
+        """May be called once. Raises OSError where a compressed file is damaged."""
+        index, base = 0, 0
+        for number, path in enumerate(self.paths):
+            self._bases.append(base)
+            with self._open_stream(number, path) as stream:
+                for offset, text in read_lines(stream):
+                    if self._limit is not None and index >= self._limit:
+                        return
+                    if index % self._shard[1] == self._shard[0] - 1:
+                        self._digest.update(b"%d:" % (-1 if text is None else len(text)) + (text or b""))
+                        yield Line(index, self._keep(text, base + offset), text)
+                    index += 1
+            base += os.stat(path).st_size if path != "-" else 0
+
+    def line_at(self, place: int) -> bytes:
+        """The text of a line again."""
+        if self._spool is not None:
+            self._spool.flush()
+            self._spool.seek(place)
+            return self._spool.readline()[:-1]
+        number = bisect_right(self._bases, place) - 1
+        if self._open is None or self._open[0] != number:
+            if self._open is not None:
+                self._open[1].close()
+            self._open = number, open(self.paths[number], "rb")  # noqa: SIM115
+        offset = place - self._bases[number]
+        self._open[1].seek(offset)
+        line = self._open[1].readline()
+        return (line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line).strip()
+
+    def count(self) -> int | None:
+        """How many rows will come; None where that takes a reading that cannot be repeated."""
+        if not self.can_be_read_twice:
+            return None
+        num_rows = 0
+        for path in self.paths:
+            with open(path, "rb") as stream:
+                num_rows += sum(1 for _ in read_lines(stream))
+        if self._limit is not None:
+            num_rows = min(num_rows, self._limit)
+        first, step = self._shard
+        return len(range(first - 1, num_rows, step))
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+        self._exit.close()
+
+    def _keep(self, text: bytes | None, place: int) -> int:
+        if self._spool is None:
+            return place
+        place = self._spool.tell() if text is None else self._spool.seek(0, os.SEEK_END)
+        if text is not None:
+            self._spool.write(text + b"\n")
+        return place
+
+    @contextlib.contextmanager
+    def _open_stream(self, number: int, path: str) -> Iterator[BinaryIO]:
+        if path == "-":
+            yield sys.stdin.buffer
+            return
+        first = self._first if number == 0 else None
+        with first or open(path, "rb") as stream:
+            if not path.endswith(".gz"):
+                yield stream
+                return
+            try:
+                with gzip.open(stream) as unpacked:
+                    yield cast("BinaryIO", unpacked)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise OSError(errno.EIO, f"the compressed input is damaged: {error}", path) from None
+
+
+def find_inputs(input: str) -> list[str]:
+    """The files of an input, a pattern's in the order of their names."""
+    if input == "-" or os.path.lexists(input) or not glob.has_magic(input):
+        paths = [input]
+    else:
+        paths = sorted(glob.glob(input, recursive=True))
+        if not paths:
+            raise FileNotFoundError(errno.ENOENT, "no file has a name like that", input)
+    for path in paths:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "the input is a folder", path)
+    return paths
