@@ -1,4 +1,7 @@
-"""A peer for tests: speaks the drivers' protocol and answers with zeros. Usage: fake_peer.py [MISBEHAVIOUR]."""
+"""A peer for tests: speaks the drivers' protocol and answers with zeros.
+
+Usage: fake_peer.py [MISBEHAVIOUR [LOG]]; each call's sampling is a line of LOG.
+"""
 
 import json
 import sys
@@ -11,6 +14,9 @@ for line in sys.stdin:
     if misbehaviour == "dies":
         sys.exit(4)
     request = json.loads(line)
+    if len(sys.argv) == 3:
+        with open(sys.argv[2], "a") as log:
+            print(json.dumps(request["sampling"]), file=log)
     output_token_ids = [[0] * count for count in request["num_output_tokens"]]
     if misbehaviour == "short":
         output_token_ids[-1].pop()

@@ -1,8 +1,10 @@
 """Workloads: the same ids for everyone, of the promised lengths."""
 
+from dataclasses import replace
+
 import pytest
 
-from pagedllm.bench.workloads import WORKLOADS, make_workload
+from pagedllm.bench.workloads import SAMPLED, WORKLOADS, is_workload, make_workload
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -37,6 +39,23 @@ def test_prefix_shares_480_tokens_and_adds_16_to_64_different_ones() -> None:
     own = {len(request.prompt_token_ids) - 480 for request in requests}
     assert (min(own), max(own)) == (16, 64)
     assert {request.num_output_tokens for request in requests} == {32}
+
+
+def test_sampled_is_decode_drawn_at_0_8_0_95_50() -> None:
+    decode = make_workload("decode", 3, 1000, seed=0)
+    assert make_workload("sampled", 3, 1000, seed=0) == [replace(request, sampling=SAMPLED) for request in decode]
+    assert (SAMPLED.temperature, SAMPLED.top_p, SAMPLED.top_k) == (0.8, 0.95, 50)
+
+
+def test_two_numbers_are_the_lengths_of_every_prompt_and_output() -> None:
+    requests = make_workload("7,12", 3, 1000, seed=0)
+    assert [(len(request.prompt_token_ids), request.num_output_tokens) for request in requests] == [(7, 12)] * 3
+    assert make_workload("7,12", 3, 1000, seed=0) == requests != make_workload("7,12", 3, 1000, seed=1)
+
+
+@pytest.mark.parametrize("name", ["7", "0,1", "1,0", "1,2,3", "1, 2", "-1,2", "decoded", ""])
+def test_anything_else_is_no_workload(name: str) -> None:
+    assert not is_workload(name)
 
 
 def test_the_mixed_workload_of_seed_0_never_changes() -> None:
