@@ -98,6 +98,14 @@ void finish_rows(const PackedLinearParams<T, Out>& p, int64_t panel, int64_t fir
   const int columns_per_panel = is_gated ? kGatedHalf : kPanel;
   const int64_t first_column = panel * columns_per_panel;
   const float* bias = p.bias ? p.bias + panel * kPanel : nullptr;
+  if (!is_gated && !bias && !p.residual && first_column + kPanel <= p.num_columns) {
+    // without a choice for each vector: +3 % at K = 576
+    for (int64_t r = 0; r < rows; ++r) {
+      Out* out = p.out + (first_row + r) * p.out_stride + first_column;
+      for (int column = 0; column < kPanel; column += 16) store(out + column, load(product + r * kPanel + column));
+    }
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r, product += kPanel) {
     Out* out = p.out + (first_row + r) * p.out_stride + first_column;
     const T* residual = p.residual ? p.residual + (first_row + r) * p.residual_stride + first_column : nullptr;
