@@ -65,8 +65,12 @@ inline __m256i narrow(f32x16 a) {
 inline void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, f32x16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 // Writes the first min(count, 16) elements and touches nothing past them.
-inline void store_partial(float* p, f32x16 a, int64_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), a.v); }
+inline void store_partial(float* p, f32x16 a, int64_t count) {
+  if (count >= 16) return store(p, a);
+  _mm512_mask_storeu_ps(p, first_lanes(count), a.v);
+}
 inline void store_partial(bf16* p, f32x16 a, int64_t count) {
+  if (count >= 16) return store(p, a);
   _mm256_mask_storeu_epi16(p, first_lanes(count), narrow(a));
 }
 
