@@ -28,8 +28,7 @@ from pagedllm.ops._library import Operator
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
-# Of weights that are packed for a CPU; and of families that have no CUDA kernels yet.
-CPU_ONLY_OPERATORS = frozenset({"packed_linear", "embedding", "layer_norm", "ungated_activation"})
+CPU_ONLY_OPERATORS = frozenset({"packed_linear", "embedding"})  # of weights that are packed for a CPU
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})

@@ -10,14 +10,15 @@ from pagedllm.runtime.forward_batch import ForwardBatch
 
 
 class MetadataBuilder:
-    def __init__(self, backend: AttentionBackend, config: ModelConfig) -> None:
+    def __init__(self, backend: AttentionBackend, config: ModelConfig, block_size: int) -> None:
         self.backend = backend
+        self.block_size = block_size
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         self._workspace = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def build(self, batch: ForwardBatch) -> AttentionMetadata:
         """Shares memory with the batch; the workspace is reused by the next step."""
-        plan = self.backend.plan(batch.q_lens, batch.seq_lens, self.shape)
+        plan = self.backend.plan(batch.q_lens, batch.seq_lens, self.shape, batch.block_tables, self.block_size)
         if plan.workspace_size > self._workspace.numel():
             self._workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device="cpu")
         return AttentionMetadata(

@@ -50,7 +50,7 @@ class ModelRunner:
         self.num_threads = num_threads
         self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
-        self.metadata_builder = MetadataBuilder(backend, config)
+        self.metadata_builder = MetadataBuilder(backend, config, kv_cache.block_size)
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)

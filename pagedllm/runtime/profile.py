@@ -43,7 +43,7 @@ def profile_step(
     batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups)
     decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, longest))
     kv_cache = KVCache(config, backend, batch.block_tables[0].size, block_size, decoder.dtype)
-    metadata = MetadataBuilder(backend, config).build(batch)
+    metadata = MetadataBuilder(backend, config, block_size).build(batch)
     buffers = decoder.allocate_buffers(num_tokens, num_logits)
     rows, attention_rows = buffers.step_rows(num_tokens), buffers.attention_rows(num_tokens)
     rows.hidden.zero_()
