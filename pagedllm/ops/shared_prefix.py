@@ -99,20 +99,24 @@ class _Split:
     def find(self, costs: SharingCosts) -> bool:
         """Fills label, tiles and saved_bytes; whether there is any group."""
         num_groups = 0
-        while True:
-            members, groups, gains, tiles = self._best(np.flatnonzero(self.label < 0), costs)
+        while len(free := np.flatnonzero(self.label < 0)) > 1:
+            members, groups, gains, tiles = self._best(free, costs)
             is_worth_it = gains > 0
             if not is_worth_it.any():
-                return num_groups > 0
+                break
             kept = is_worth_it[groups]
             number = num_groups + is_worth_it.cumsum() - 1
             self.label[members[kept]] = number[groups[kept]]
             self.tiles[members[kept]] = tiles
             self.saved_bytes += int(gains[is_worth_it].sum())
             num_groups += int(is_worth_it.sum())
+        return num_groups > 0
 
     def _best(self, free: Ints, costs: SharingCosts) -> tuple[Ints, Ints, Ints, int]:
         """Members, each one's group, bytes that each group saves, and the number of tiles for which that is most."""
+        members, groups, counts = self._groups(free, TILES_PER_SPLIT)
+        if len(counts) == 1 and len(members) == len(free):  # most often: all have the whole split in common
+            return members, groups, costs.saved_bytes(counts, TILES_PER_SPLIT), TILES_PER_SPLIT
         members, groups, most_counts = self._groups(free, 1)
         best = members, groups, costs.saved_bytes(most_counts, 1), 1
         best_saved = 0
