@@ -15,7 +15,7 @@ using Tape = std::vector<std::function<void()>>;
 // The tape that this thread records, or null.
 Tape*& recorded_tape();
 
-// Every operator on CPU tensors calls its kernel through this. `kernel` holds its params by value.
+// Every operator of a forward pass on CPU tensors calls its kernel through this. `kernel` holds its params by value.
 template <class F>
 void run_kernel(F kernel) {
   kernel();

@@ -61,7 +61,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
         self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
-        self.decode_tapes = recorder and DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
+        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
