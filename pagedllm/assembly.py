@@ -43,15 +43,15 @@ class Assembly:
 
 
 def assemble(config: EngineConfig) -> Assembly:
-    """Loads the model. Raises ValueError, NotSupportedError, ModelError or LibraryError, by name."""
+    """Loads the model. Raises ValueError, NotSupportedError, ModelError, LibraryError or OutOfMemoryError, by name."""
     from pagedllm.model.loader import open_checkpoint
+    from pagedllm.runtime.compute_device import wants_cuda
     from pagedllm.runtime.resolve import resolve_dtype
     from pagedllm.runtime.startup import start
     from pagedllm.tokenizer import Tokenizer
 
-    checkpoint = open_checkpoint(
-        config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype, config.kernels)
-    )
+    dtype = resolve_dtype(config.dtype, config.kernels, wants_cuda(config.device))
+    checkpoint = open_checkpoint(config.model, config.load_format, config.gguf_file, dtype)
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
         loading = thread.submit(Tokenizer.from_folder, config.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)
@@ -118,7 +118,7 @@ def _wire(
 def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     return {
         "model": config.model,
-        "device": "cpu",
+        "device": runtime.device_name,
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "kernels": runtime.kernels.name,
         "deterministic": runtime.is_deterministic,

@@ -6,7 +6,7 @@ packed and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
+from pagedllm.model.host_memory import HostMemory, Memory
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
@@ -78,6 +79,7 @@ def load_model(
     backend: AttentionBackend,
     namespace: str,
     weight_format: WeightFormat | None = None,
+    allocate: Callable[[int], Memory] = HostMemory,
 ) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit."""
     family = find_family(checkpoint.config, checkpoint.path)
@@ -87,7 +89,7 @@ def load_model(
             f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
-    decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
+    decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)

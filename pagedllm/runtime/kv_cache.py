@@ -6,11 +6,13 @@ holds which block is the business of `cache/`; how a block looks inside is the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import HostMemory, Memory, aligned
 from pagedllm.ops.attention import AttentionBackend
 
 
@@ -24,13 +26,19 @@ class KVCache:
     """`layers[i]` is layer i's (K, V). `close` gives the memory back at once, whoever still holds a tensor."""
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate: Callable[[int], Memory] = HostMemory,
     ) -> None:
         spec = backend.kv_cache_spec(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         tensor_bytes = aligned(spec.bytes_per_block * num_blocks // 2)
-        self._memory = HostMemory(tensor_bytes * 2 * config.num_layers)
+        self._memory = allocate(tensor_bytes * 2 * config.num_layers)
         self.layers: list[tuple[Tensor, Tensor]] = [
             (self._memory.take(spec.k_shape, dtype), self._memory.take(spec.v_shape, dtype))
             for _ in range(config.num_layers)

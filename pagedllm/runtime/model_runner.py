@@ -17,17 +17,19 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.errors import RequestError
-from pagedllm.model.decoder import Decoder, DecoderInput
+from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
+from pagedllm.runtime.compute_device import ComputeDevice, Gpu, out_of_memory
+from pagedllm.runtime.cuda_graph import DecodeGraphs
 from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerOutput
+from pagedllm.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 
 
 class ModelRunner:
@@ -44,10 +46,14 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         recorder: Path | None,
+        device: ComputeDevice,
+        shares_prefixes: bool,
+        captures_graphs: bool,
     ) -> None:
         """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
 
-        recorder: the library whose kernels decode steps are recorded from; None: every step is run by Python.
+        recorder: the library whose kernels decode steps are recorded from; captures_graphs: they are captured on the
+        GPU; neither: every step is run by Python. shares_prefixes: whether requests may hold equal blocks.
         """
         config = decoder.config
         self.decoder = decoder
@@ -56,12 +62,24 @@ class ModelRunner:
         self.num_threads = num_threads
         self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
-        self.metadata_builder = MetadataBuilder(backend, config, kv_cache.block_size)
+        self.device = device
+        self.stager = device.stager()
+        self.metadata_builder = MetadataBuilder(
+            backend, config, kv_cache.block_size, device.torch_device, shares_prefixes=shares_prefixes
+        )
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
         self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
         self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
+        self.decode_graphs: DecodeGraphs | None = None
+        if captures_graphs:
+            assert isinstance(device, Gpu)
+            with torch.inference_mode():
+                self.decode_graphs = DecodeGraphs(
+                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
+                    max_num_seqs=min(max_num_seqs, max_num_batched_tokens), max_model_len=max_model_len,
+                )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -70,30 +88,41 @@ class ModelRunner:
             if not plan.scheduled:
                 return ModelRunnerOutput((), ())
             batch = build_forward_batch(plan, self.rows, self.block_size)
-            logits = self.forward(batch)
-            return self._sample(plan, batch, logits)
+            given = self._prepare_sampler(batch)
+            try:
+                logits, staged = self.forward(batch, given)
+                return self._sample(plan, batch, logits, given, staged)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(self.device, error) from error
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
-        metadata = self.metadata_builder.build(batch)
+    def forward(self, batch: ForwardBatch, given: SamplerInput | None) -> tuple[Tensor, list[Tensor]]:
+        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays of
+        `given` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
-        inputs = DecoderInput(
-            token_ids=torch.from_numpy(batch.token_ids),
-            positions=torch.from_numpy(batch.positions),
-            rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
-            logits_indices=torch.from_numpy(batch.logits_indices),
-        )
+        rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
+        builder = self.metadata_builder
+        plan = builder.plan(batch)
+        tail = given.arrays if given is not None else []
+        graphs = self.decode_graphs
+        if graphs is not None and graphs.serves(batch):
+            logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
+            return self.decoder.finish_logits(logits), staged_tail or self.stager.stage(tail)
+        arrays = builder.arrays(batch, rope_rows, plan)
+        staged = self.stager.stage([*arrays, *tail])
+        inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.decode_tapes is not None and batch.is_decode:
             logits = self.decode_tapes.forward(inputs, metadata)
         else:
             logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
-        return self.decoder.finish_logits(logits)
+        return self.decoder.finish_logits(logits), staged[len(arrays) :]
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes
+        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes, self.decode_graphs, self.stager
+        if isinstance(self.device, Gpu):
+            self.device.trim()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -114,22 +143,35 @@ class ModelRunner:
 
     def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            tensor = torch.tensor(pairs, dtype=torch.int32, device="cpu")
+            tensor = torch.tensor(pairs, dtype=torch.int32, device=self.device.torch_device)
             for layer in self.kv_cache.layers:
                 self.backend.copy_blocks(layer, tensor)
 
-    def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
+    def _prepare_sampler(self, batch: ForwardBatch) -> SamplerInput | None:
+        """Of the wanted rows; None where there are none."""
+        if not len(batch.logits_indices):
+            return None
+        sequences = batch.logits_sequences
+        rows = batch.rows[sequences]
+        return self.sampler.prepare(rows, batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows])
+
+    def _sample(
+        self,
+        plan: SchedulerOutput,
+        batch: ForwardBatch,
+        logits: Tensor,
+        given: SamplerInput | None,
+        staged: Sequence[Tensor],
+    ) -> ModelRunnerOutput:
         """One token for each sequence whose last token was computed; the runner's rows take it up."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
-        if len(batch.logits_indices):
+        if given is not None:
             sequences = batch.logits_sequences
-            rows = batch.rows[sequences]
-            positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-            output = self.sampler.sample(logits, rows, positions)
+            output = self.sampler.run(logits, given, staged)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):

@@ -6,6 +6,7 @@ so the pool gets what is really left.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -22,19 +23,22 @@ from pagedllm.model.dense_format import DenseFormat
 from pagedllm.model.linear import PackedFormat, WeightFormat
 from pagedllm.model.loader import load_model
 from pagedllm.model.rope import RopeTables
-from pagedllm.ops.attention import AttentionBackend, CpuAttentionBackend
+from pagedllm.ops.attention import AttentionBackend, AttentionShape, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
-from pagedllm.ops.library import KernelSet, load_kernels
+from pagedllm.ops.library import KernelSet, load_cuda_kernels, load_kernels
+from pagedllm.runtime.compute_device import ComputeDevice, Gpu, open_device, out_of_memory
+from pagedllm.runtime.cuda_graph import graph_sizes, workspace_size
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
 from pagedllm.runtime.model_runner import ModelRunner
-from pagedllm.runtime.profile import StepProfile, profile_step
+from pagedllm.runtime.probe import varying_products
+from pagedllm.runtime.profile import StepProfile, profile_on_gpu, profile_step
 from pagedllm.runtime.resolve import (
     CPU_MAX_NUM_BATCHED_TOKENS,
     GIB,
+    GPU_MAX_NUM_BATCHED_TOKENS,
     PoolSize,
     check_block_size,
-    resolve_device,
     resolve_dtype,
     resolve_max_num_batched_tokens,
     resolve_max_num_seqs,
@@ -42,6 +46,7 @@ from pagedllm.runtime.resolve import (
 )
 
 logger = logging.getLogger("pagedllm")
+GRAPH_LAYER_BYTES = 64 << 10  # of a captured step, a layer: a guess until it can be measured
 
 
 @dataclass(slots=True)
@@ -58,69 +63,94 @@ class Runtime:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int
+    device_name: str
+    is_deterministic: bool  # a token depends on nothing but its request
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the start
 
     def rope_variant(self, num_total_tokens: int | None) -> int:
         """The rotation table of a request; num_total_tokens: prompt + max_tokens, None without a limit."""
         return self.rope_tables.variant(num_total_tokens)
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation)."""
-        return self.kernels.namespace == "pagedllm"
-
     def close(self) -> None:
         self.runner.close()
 
 
 def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
-    """Builds everything but the engine. Raises ValueError, ModelError, LibraryError or NotSupportedError, by name."""
-    resolve_device(config.device)
+    """Builds everything but the engine.
+
+    Raises ValueError, ModelError, LibraryError, NotSupportedError or OutOfMemoryError, by name.
+    """
+    device = open_device(config.device)
     check_block_size(config.block_size)
-    dtype = resolve_dtype(config.dtype, config.kernels)
+    dtype = resolve_dtype(config.dtype, config.kernels, device.torch_device.type == "cuda")
+    try:
+        return _start(config, checkpoint, device, dtype)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(device, error) from error
+
+
+def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, dtype: torch.dtype) -> Runtime:
     num_threads = config.num_threads or read_thread_limits().num_threads
-    max_num_seqs = resolve_max_num_seqs(config)
-    full_step = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+    max_num_seqs = resolve_max_num_seqs(config, device.is_gpu)
+    default_step = GPU_MAX_NUM_BATCHED_TOKENS if device.is_gpu else CPU_MAX_NUM_BATCHED_TOKENS
+    full_step = config.max_num_batched_tokens or default_step
     clock = _Clock()
-    kernels = load_kernels(config.kernels)
-    backend, weight_format = choose_formats(kernels, dtype)
+    kernels = load_cuda_kernels(config.kernels) if device.torch_device.type == "cuda" else load_kernels(config.kernels)
+    backend, weight_format = choose_formats(kernels, dtype, bool(config.deterministic) or not device.is_gpu)
     clock.lap("kernels")
-    with torch_threads(num_threads), torch.inference_mode():
-        decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format)
-        clock.lap("weights")
-        profile = profile_step(
+    sizes = {
+        "block_size": config.block_size,
+        "num_tokens": full_step,
+        "num_logits": min(max_num_seqs, full_step),
+    }
+    with torch_threads(num_threads), contextlib.ExitStack() as on_failure:
+        with torch.inference_mode():
+            decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, device.allocate)
+            on_failure.callback(decoder.close)
+            clock.lap("weights")
+            if isinstance(device, Gpu):
+                profile = profile_on_gpu(decoder, backend, device, **sizes)
+                max_num_batched_tokens = full_step
+            else:
+                profile = profile_step(decoder, backend, **sizes)
+                max_num_batched_tokens = resolve_max_num_batched_tokens(config, profile.seconds)
+        clock.lap("profile")
+        captures_graphs = device.is_gpu and not config.enforce_eager and decoder.config.moe is None
+        graph_bytes = 0
+        if captures_graphs:
+            max_len = min(config.max_model_len or decoder.config.max_position, decoder.config.max_position)
+            graph_bytes = estimate_graph_bytes(decoder.config, max_num_seqs, max_len)
+        pool = resolve_pool(
+            config,
+            max_position=decoder.config.max_position,
+            bytes_per_block=bytes_per_block(decoder.config, backend, config.block_size, dtype),
+            free_bytes=max(0, profile.free_bytes - graph_bytes),
+            max_num_seqs=max_num_seqs,
+        )
+        rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
+        decoder.set_rope_tables(rope_tables)
+        can_record = kernels.namespace == "pagedllm" and not device.is_gpu and decoder.runs_only_kernels
+        kv_cache = KVCache(decoder.config, backend, pool.num_blocks, config.block_size, dtype, allocate=device.allocate)
+        on_failure.callback(kv_cache.close)
+        runner = ModelRunner(
             decoder,
             backend,
-            block_size=config.block_size,
-            num_tokens=full_step,
-            num_logits=min(max_num_seqs, full_step),
+            kernels.namespace,
+            kv_cache,
+            _rope_row_offsets(rope_tables),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=pool.max_model_len,
+            num_threads=num_threads,
+            recorder=kernels.path if can_record and not config.enforce_eager else None,
+            device=device,
+            shares_prefixes=config.enable_prefix_caching,
+            captures_graphs=captures_graphs,
         )
-        clock.lap("profile")
-    max_num_batched_tokens = resolve_max_num_batched_tokens(config, profile.seconds)
-    block_bytes = bytes_per_block(decoder.config, backend, config.block_size, dtype)
-    pool = resolve_pool(
-        config,
-        max_position=decoder.config.max_position,
-        bytes_per_block=block_bytes,
-        free_bytes=profile.free_bytes,
-    )
-    rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
-    decoder.set_rope_tables(rope_tables)
-    can_record = kernels.namespace == "pagedllm" and decoder.runs_only_kernels
-    runner = ModelRunner(
-        decoder,
-        backend,
-        kernels.namespace,
-        KVCache(decoder.config, backend, pool.num_blocks, config.block_size, dtype),
-        _rope_row_offsets(rope_tables),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=pool.max_model_len,
-        num_threads=num_threads,
-        recorder=kernels.path if can_record and not config.enforce_eager else None,
-    )
+        is_deterministic = _find_determinism(config, device, kernels, decoder)
+        on_failure.pop_all()
     clock.lap("kv_cache")
-    _tell(decoder, pool, profile, config.block_size, dtype)
+    _tell(decoder, device, pool, profile, graph_bytes, config.block_size, dtype)
     return Runtime(
         runner=runner,
         model_config=decoder.config,
@@ -132,14 +162,36 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=num_threads,
+        device_name=device.name,
+        is_deterministic=is_deterministic,
         seconds=clock.laps,
     )
 
 
-def choose_formats(kernels: KernelSet, dtype: torch.dtype) -> tuple[AttentionBackend, WeightFormat]:
+def _find_determinism(config: EngineConfig, device: ComputeDevice, kernels: KernelSet, decoder: Decoder) -> bool:
+    """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation), and on
+    a GPU only as far as a probe of its products says."""
+    if not device.is_gpu:
+        return kernels.namespace == "pagedllm"
+    if not config.deterministic:
+        return False
+    varying = varying_products(decoder)
+    if varying:
+        logger.warning(
+            "deterministic=True: attention, norms and sampling are exact, but on %s a row of these products depends on "
+            "the size of its batch: %s",
+            device.name,
+            ", ".join(varying),
+        )
+    return not varying
+
+
+def choose_formats(
+    kernels: KernelSet, dtype: torch.dtype, deterministic: bool = True
+) -> tuple[AttentionBackend, WeightFormat]:
     """How the KV cache and the weights lie: as the CPU's kernels want them, or as CUDA's do."""
-    if kernels.namespace == "pagedllm_simt":
-        return CudaAttentionBackend(kernels.namespace), DenseFormat(dtype)
+    if kernels.name in ("simt", "cuda"):
+        return CudaAttentionBackend(kernels.namespace, deterministic), DenseFormat(dtype)
     return CpuAttentionBackend(kernels.namespace), PackedFormat(dtype)
 
 
@@ -152,9 +204,37 @@ def _rope_row_offsets(tables: RopeTables) -> list[NDArray[np.int32]]:
     ]
 
 
-def _tell(decoder: Decoder, pool: PoolSize, profile: StepProfile, block_size: int, dtype: torch.dtype) -> None:
+def estimate_graph_bytes(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
+    """What captured decode steps will take: their workspace, and what the driver keeps for each kernel's launch."""
+    sizes = graph_sizes(max_num_seqs)
+    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
+    return workspace_size(sizes[-1], max_model_len, shape) * 4 + len(sizes) * config.num_layers * GRAPH_LAYER_BYTES
+
+
+def _tell(
+    decoder: Decoder,
+    device: ComputeDevice,
+    pool: PoolSize,
+    profile: StepProfile,
+    graph_bytes: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
     """One line with the parts of the memory, and a notice where something was lowered."""
     config = decoder.config
+    if isinstance(device, Gpu):
+        state = device.memory()
+        logger.info(
+            "%s: %.2f GiB in all, %.2f GiB used by others, weights %.2f GiB, a full step's peak %.2f GiB, graphs about "
+            "%.2f GiB, KV cache %.2f GiB",
+            device.name,
+            state.total / GIB,
+            max(0, state.total - state.free - state.allocated) / GIB,
+            decoder.memory.num_taken / GIB,
+            profile.step_bytes / GIB,
+            graph_bytes / GIB,
+            pool.num_bytes / GIB,
+        )
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
         "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers)",
