@@ -38,6 +38,7 @@ def examine() -> Iterator[Finding]:
     if any(finding.verdict == "fail" for finding in versions):
         return
     yield check_kernels()
+    yield check_gpu()
     yield check_threads()
     yield check_memory()
     yield from check_extras()
@@ -85,6 +86,24 @@ def check_kernels() -> Finding:
         return Finding("ok", "kernels", f"{kernels.name}, the fastest set")
     missing = ", ".join(sorted(INSTRUCTION_SETS[better[-1]] - cpu_flags()))
     return Finding("ok", "kernels", f"{kernels.name}; {better[-1]} needs {missing}, which this CPU lacks")
+
+
+def check_gpu() -> Finding:
+    """Whether device="cuda" would work; a machine without a GPU is in order."""
+    import torch
+
+    from pagedllm.ops.library import CUDA_LIBRARY, load_cuda_kernels
+    from pagedllm.runtime.compute_device import open_device
+
+    if torch.version.cuda is None:
+        return Finding("ok", "gpu", f"not used: torch {torch.__version__} is built for CPUs")
+    try:
+        device = open_device("cuda")
+        load_cuda_kernels()
+    except PagedLLMError as error:
+        is_asked_for = CUDA_LIBRARY.exists()  # else device="auto" takes the CPU
+        return Finding("fail" if is_asked_for else "warn", "gpu", str(error))
+    return Finding("ok", "gpu", f"{device.name}, torch {torch.__version__} for CUDA {torch.version.cuda}")
 
 
 def check_threads() -> Finding:

@@ -96,8 +96,8 @@ class ModelRunner:
                 raise out_of_memory(self.device, error) from error
 
     def forward(self, batch: ForwardBatch, given: SamplerInput | None) -> tuple[Tensor, list[Tensor]]:
-        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays of
-        `given` on the device: all that a step reads is brought there at once."""
+        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
+        of `given` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
