@@ -166,7 +166,7 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     num_rows = None if args.quiet and args.max_failed is None else job.count_rows()
     with llm, contextlib.closing(JobProgress(num_rows, args.quiet)) as progress:
         try:
-            report = llm.run_job(job, progress.show)
+            report = llm.run_job(job, progress.show, None if args.quiet else progress.tell_plan)
         except (JobRefused, FileExistsError) as error:
             return complain(error, REFUSED)
         except TooManyFailures as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pagedllm.jobs.files import IfExists, JobFiles, Order, Retry, StreamFile, is
 from pagedllm.jobs.formats import columns_text, parse_row, result_line
 from pagedllm.jobs.journal import Journal
 from pagedllm.jobs.openai import OpenAILines, is_openai_line
+from pagedllm.jobs.plan import LOGGED_CHARACTERS, JobPlan
 from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import RowReader
@@ -38,6 +40,7 @@ NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
 RECOVERY_ROWS = 1024
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".arrow", ".xlsx")
 OnProgress = Callable[[JobReport], None]
+OnPlan = Callable[[JobPlan], None]
 
 
 class TooManyFailures(PagedLLMError):
@@ -124,8 +127,14 @@ class Job:
             limit = limit * self.report.num_rows
         return self.report.num_failed <= (limit or 0)
 
-    def run(self, assembly: Assembly, config: EngineConfig, on_progress: OnProgress | None = None) -> JobReport:
-        """Runs all rows and makes the result file; on_progress is told after each step.
+    def run(
+        self,
+        assembly: Assembly,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        on_plan: OnPlan | None = None,
+    ) -> JobReport:
+        """Runs all rows and makes the result file; on_progress is told after each step, on_plan before the first.
 
         Raises JobRefused where the files there are of another job, TooManyFailures, ModelError for the model's own
         sampling defaults, and OSError where a result cannot be written; what is written then stays.
@@ -135,12 +144,7 @@ class Job:
         started = time.perf_counter()
         if isinstance(self._options.max_failed, float):
             self.count_rows()
-        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
-        defaults = {**assembly.defaults.values, **self._options.sampling_params}
-        parse = parse_row if self._openai is None else self._openai.parse
-        reader = RowReader(assembly, self._lines, parse, config.seed, defaults)
-        given = self._options.sampling_params
-        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        reader = self._reader(assembly, config)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
@@ -154,9 +158,48 @@ class Job:
         if isinstance(self._output, StreamFile):
             self._run_stream(assembly, reader, self._output, note_step)
         else:
-            self._run_file(assembly, reader, self._output, job_of(assembly, config, defaults), note_step)
+            self._run_file(
+                assembly, reader, self._output, job_of(assembly, config, reader.defaults), note_step, on_plan
+            )
         self._tell_of_lines(assembly, config)
         return report
+
+    def plan(self, assembly: Assembly, config: EngineConfig) -> JobPlan:
+        """What `run` would do, its time measured. No result is written; a job must not be run after it.
+
+        Raises as `run`, and for nothing that is wrong with a row.
+        """
+        reader, output = self._reader(assembly, config), self._output
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagedllm-")))
+            if isinstance(output, JobFiles):
+                job = job_of(assembly, config, reader.defaults)
+                journal = output.peek(job, folder, may_grow=self._options.retry == "cut")
+                if output.is_finished:
+                    self._recover(assembly, output.final, journal, reader)
+            else:
+                journal = Journal(folder / "journal", is_new=True)
+            stack.callback(journal.close)
+            work = PlannedWork(
+                assembly,
+                reader,
+                journal,
+                self.report,
+                lambda finished: None,
+                retries_failed=self._options.retry == "failed",
+                note_failed=lambda index: None,
+                tell_scanned=lambda table, window: None,
+                folder=folder,
+            )
+            stack.callback(work.close)
+            return work.plan(measures=True, always=True)
+
+    def _reader(self, assembly: Assembly, config: EngineConfig) -> RowReader:
+        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
+        given = self._options.sampling_params
+        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        parse = parse_row if self._openai is None else self._openai.parse
+        return RowReader(assembly, self._lines, parse, config.seed, {**assembly.defaults.values, **given})
 
     def _run_stream(
         self, assembly: Assembly, reader: RowReader, output: StreamFile, note_step: Callable[[], None]
@@ -182,6 +225,7 @@ class Job:
         files: JobFiles,
         job: Mapping[str, Any],
         note_step: Callable[[], None],
+        on_plan: OnPlan | None,
     ) -> None:
         assert self._source is not None
         was_finished = files.is_finished
@@ -219,8 +263,14 @@ class Job:
             retries_failed=self._options.retry == "failed",
             note_failed=self._check_failures,
             tell_scanned=tell_scanned,
+            folder=files.final.parent,
         )
-        with contextlib.closing(work.steps()) as steps:
+        with contextlib.closing(work), contextlib.closing(work.steps()) as steps:
+            plan = work.plan(measures=on_plan is not None)
+            if on_plan is not None:
+                on_plan(plan)
+            else:
+                assembly.notices.tell(f"the plan\n{plan.text(LOGGED_CHARACTERS)}", INFO)
             for _ in steps:
                 note_step()
         files.commit(self._source, work.table, self._options.order, self._openai)
