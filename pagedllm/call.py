@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
+from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
 from pagedllm.errors import BatchError, RequestError
 from pagedllm.outputs import RequestOutput, RequestOutputs
@@ -88,15 +88,8 @@ class Call:
     def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
         """Runs all requests to their end. An exception is raised again with `.outputs`, finished ones whole, others
         partial; KeyboardInterrupt also says how to reach them."""
-        waiting: list[Request] | None = [
-            request for index, request in self._requests.items() if index not in self._duplicate_of
-        ]
-
-        def source(num_in_flight: int) -> list[Request] | None:
-            nonlocal waiting
-            added, waiting = waiting, None
-            return added
-
+        to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
+        to_run.sort(key=self._assembly.engine.scheduler.policy.admission_key)  # stable: by arrival, all of them 0 yet
         bar = Bar(
             len(self._requests),
             "Processed prompts",
@@ -106,6 +99,7 @@ class Call:
         num_equal_to = Counter(self._duplicate_of.get(index, index) for index in self._requests)
         num_finished = num_input_tokens = num_output_tokens = num_cut = 0
         try:
+            source = feed(iter(to_run), self._assembly.max_num_seqs)
             with contextlib.closing(drive(self._assembly.engine, source)) as steps:
                 for ended in steps:
                     for request in ended:
@@ -116,6 +110,9 @@ class Call:
                         num_cut += num_equal if request.finish_reason == "length" else 0
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
         except BaseException as error:
+            for request in to_run:
+                if request.finish_reason is None:  # the engine has not seen it
+                    request.finish_reason, request.text = "abort", "" if request.sampling_params.detokenize else None
             outputs = self.outputs()
             error.outputs = outputs  # type: ignore[attr-defined]
             if isinstance(error, KeyboardInterrupt):

@@ -18,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
+from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import plan_order
 from pagedllm.jobs.journal import CUT, ERROR, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
-from pagedllm.jobs.stream import SEQS_AHEAD
 from pagedllm.jobs.tokens import TOKEN_BYTES, TokenStore
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -106,21 +105,20 @@ class PlannedWork:
         self._retries_failed = retries_failed
         self._note_failed = note_failed
         self._tell_scanned = tell_scanned
-        self._max_in_flight = SEQS_AHEAD * assembly.max_num_seqs
         self._folder = folder
         self._window: Window | None = None  # that is being run
         self._is_scanned = False  # to the last row
         self._first_prompt = ""  # as the model sees it
         self._num_refused = 0
         self._num_built = 0
-        self._requests = self._build_requests()
         self._in_flight: dict[int, tuple[bytes, int]] = {}  # by row: id, num_rows
         self._known_params: dict[str, SamplingParams] = {}  # by the row's own as JSON
 
     def steps(self) -> Generator[None, None, None]:
         """Runs everything; yields after each step."""
         token_text = self._assembly.builder.token_text
-        with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
+        source = feed(self._build_requests(), self._assembly.max_num_seqs)
+        with contextlib.closing(drive(self._assembly.engine, source)) as steps:
             for ended in steps:
                 finished = []
                 for request in ended:
@@ -130,16 +128,6 @@ class PlannedWork:
                 if finished:
                     self._finish(finished)
                 yield
-
-    def _source(self, num_in_flight: int) -> list[Request] | None:
-        if num_in_flight > self._max_in_flight // 2:
-            return []
-        requests: list[Request] = []
-        for request in self._requests:
-            requests.append(request)
-            if len(requests) + num_in_flight >= self._max_in_flight:
-                break
-        return requests or None
 
     def plan(self, *, measures: bool, always: bool = False) -> JobPlan:
         """What `steps` will do, for the first window. measures: how fast, if it is a long job, or `always`."""
