@@ -17,6 +17,7 @@ import numpy as np
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
+from pagedllm.engine.run_log import Ended, RunLog, Work
 from pagedllm.errors import BatchError, RequestError
 from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.progress import Bar, is_watched
@@ -46,6 +47,7 @@ class Call:
         self._first_request_number = first_request_number
         self._requests: dict[int, Request] = {}  # by index
         self._errors: dict[int, RequestError] = {}
+        self._num_shared_tokens = 0  # that the prefix cache should have
         self._duplicate_of: dict[int, int] = {}  # indices that are not run, because another gives the same output
         copies: dict[int, SamplingParams] = {}  # by id: one engine's own copy of each object the caller passed
         seed = assembly.seed
@@ -98,17 +100,27 @@ class Call:
         )
         num_equal_to = Counter(self._duplicate_of.get(index, index) for index in self._requests)
         num_finished = num_input_tokens = num_output_tokens = num_cut = 0
+        engine = self._assembly.engine
+        log, ended = RunLog(engine.stats), Ended()
+        num_tokens = sum(request.num_prompt_tokens for request in to_run) - self._num_shared_tokens
+        work = Work(len(to_run), num_tokens, sum(request.max_output_tokens for request in to_run))
+
+        def seconds_left() -> float | None:
+            return log.seconds_left(work, ended)
+
         try:
             source = feed(iter(to_run), self._assembly.max_num_seqs)
-            with contextlib.closing(drive(self._assembly.engine, source)) as steps:
-                for ended in steps:
-                    for request in ended:
+            with contextlib.closing(drive(engine, source)) as steps:
+                for finished in steps:
+                    log.note_step(engine.stats)
+                    for request in finished:
+                        ended.add(request.num_output_tokens, request.max_output_tokens, request.finish_reason)
                         num_equal = num_equal_to[request.prompt_index]
                         num_finished += num_equal
                         num_input_tokens += request.num_prompt_tokens
                         num_output_tokens += request.num_output_tokens
                         num_cut += num_equal if request.finish_reason == "length" else 0
-                        bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
+                        bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut, seconds_left)
         except BaseException as error:
             for request in to_run:
                 if request.finish_reason is None:  # the engine has not seen it
@@ -165,9 +177,10 @@ class Call:
         prompts = [array("i", request.token_ids).tobytes() for request in to_run]
         num_bytes = np.fromiter(map(len, prompts), np.int32, len(prompts))
         expected = np.fromiter((request.max_output_tokens for request in to_run), np.int32, len(prompts))
-        order, _ = plan_order(prompts.__getitem__, num_bytes, expected, 4 * self._assembly.block_size)
+        order, num_shared_blocks = plan_order(prompts.__getitem__, num_bytes, expected, 4 * self._assembly.block_size)
         for rank, position in enumerate(order.tolist()):
             to_run[position].rank = rank
+        self._num_shared_tokens = num_shared_blocks * self._assembly.block_size
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:
         """BatchError with all outputs if a request failed while running."""

@@ -96,6 +96,10 @@ def add_job_flags(run: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-failed", type=_max_failed, metavar="N|P%", help="stop if more rows fail; no more than that is no error"
     )
+    group.add_argument(
+        "--report", metavar="FILE", help="how it went, as .html (with charts, by the extra `charts`), .json or .md"
+    )
+    group.add_argument("--report-text", action="store_true", help="quote some outputs in the report")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -129,6 +133,8 @@ def run_command(args: argparse.Namespace) -> int:
                     shard=args.shard,
                     order=args.order,
                     max_failed=args.max_failed,
+                    report=args.report,
+                    report_text=args.report_text,
                 )
             )
         except (PagedLLMError, ValueError, OSError) as error:

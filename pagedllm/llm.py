@@ -279,6 +279,8 @@ class LLM:
         shard: tuple[int, int] = (1, 1),
         order: Order = "input",
         max_failed: int | float | None = None,
+        report: str | os.PathLike[str] | None = None,
+        report_text: bool = False,
     ) -> JobReport:
         """Runs a file of rows into a file of results, one JSON object a line, in input order. Again: it continues.
 
@@ -290,6 +292,8 @@ class LLM:
             in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
             length, are run again. limit: the first rows only. shard: (i, n), every n-th row from the i-th on.
         order: of the lines, "input" or "completion". max_failed: rows, or a share (float); the job stops at more.
+        report: a file to tell how it went, .html (with charts where matplotlib is installed), .json or .md; rows by
+            number and id, with report_text also some outputs.
 
         Raises as `pagedllm.jobs.runner.open_job` and `Job.run`; a bad row has its reason in its `error` column.
         """
@@ -306,6 +310,8 @@ class LLM:
             shard=shard,
             order=order,
             max_failed=max_failed,
+            report=report,
+            report_text=report_text,
         ) as job:
             return self.run_job(job)
 

@@ -90,6 +90,8 @@ class RequestMetrics:
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_steps: int  # from its first admission to its end
+    max_output_tokens: int
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class RequestOutput:
                 request.num_output_tokens,
                 request.num_cached_tokens,
                 request.num_preemptions,
+                request.num_steps,
+                request.max_output_tokens,
             ),
             finished=request.is_finished and request.finish_reason != "abort",
         )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
+from pagedllm.engine.run_log import Work
 from pagedllm.request import Request
 from pagedllm.request_builder import EncodedPrompt
 from pagedllm.sampling_params import SamplingParams
@@ -59,6 +60,10 @@ class JobPlan:
     def num_new_tokens(self) -> int:
         """Prompt tokens that must be computed, if the cache keeps all that is shared."""
         return self.num_prompt_tokens - self.num_shared_tokens
+
+    @property
+    def work(self) -> Work:
+        return Work(self.num_to_run, self.num_new_tokens, self.max_output_tokens)
 
     def seconds(self, output_share: float) -> float | None:
         """How long it takes if outputs take this share of their limits; None where nothing was measured."""

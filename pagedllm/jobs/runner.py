@@ -21,6 +21,7 @@ from typing import Any
 import pagedllm
 from pagedllm.assembly import Assembly
 from pagedllm.config import EngineConfig
+from pagedllm.engine.run_log import RunLog
 from pagedllm.errors import NotSupportedError, PagedLLMError
 from pagedllm.fingerprint import model_digest
 from pagedllm.jobs.files import IfExists, JobFiles, Order, Retry, StreamFile, is_stream
@@ -30,6 +31,7 @@ from pagedllm.jobs.openai import OpenAILines, is_openai_line
 from pagedllm.jobs.plan import LOGGED_CHARACTERS, JobPlan
 from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
 from pagedllm.jobs.report import JobReport
+from pagedllm.jobs.report_page import check_report_path, write_report
 from pagedllm.jobs.rows import RowReader
 from pagedllm.jobs.source import Line, Source, find_inputs
 from pagedllm.jobs.stream import StreamWork
@@ -58,8 +60,12 @@ class JobOptions:
     shard: tuple[int, int] = (1, 1)
     order: Order = "input"
     max_failed: int | float | None = None  # rows, or a share (a float)
+    report: str | None = None  # a file, .html, .json or .md
+    report_text: bool = False
 
     def __post_init__(self) -> None:
+        if self.report is not None:
+            check_report_path(self.report)
         for name, choices in (
             ("if_exists", ("resume", "overwrite", "fail")),
             ("retry", (None, "failed", "cut")),
@@ -139,19 +145,27 @@ class Job:
         Raises JobRefused where the files there are of another job, TooManyFailures, ModelError for the model's own
         sampling defaults, and OSError where a result cannot be written; what is written then stays.
         """
-        if self.is_done:
-            return self.report
-        started = time.perf_counter()
+        try:
+            return self.report if self.is_done else self._run(assembly, config, on_progress, on_plan)
+        finally:
+            if self._options.report is not None:
+                write_report(self._options.report, self.report, has_texts=self._options.report_text)
+
+    def _run(
+        self, assembly: Assembly, config: EngineConfig, on_progress: OnProgress | None, on_plan: OnPlan | None
+    ) -> JobReport:
         if isinstance(self._options.max_failed, float):
             self.count_rows()
         reader = self._reader(assembly, config)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
+        report.engine = assembly.info
+        log = report.log = RunLog(assembly.engine.stats)
 
         def note_step() -> None:
-            report.seconds = time.perf_counter() - started
-            report.peak_num_blocks = assembly.engine.stats.peak_num_blocks
+            log.note_step(assembly.engine.stats)
+            report.note_step(log)
             if on_progress is not None:
                 on_progress(report)
 
@@ -162,6 +176,7 @@ class Job:
                 assembly, reader, self._output, job_of(assembly, config, reader.defaults), note_step, on_plan
             )
         self._tell_of_lines(assembly, config)
+        report.is_finished = True
         return report
 
     def plan(self, assembly: Assembly, config: EngineConfig) -> JobPlan:
@@ -213,7 +228,7 @@ class Job:
                         output.write(result_line(ready.row.raw, columns_text(columns)))
                     else:
                         output.write(self._openai.render(ready.row.raw, columns, ready.id.hex()))
-                    self.report.count(result)
+                    self.report.count(result, row_id=ready.id.hex())
                     if result.error is not None:
                         self._check_failures(ready.row.index)
                 note_step()
@@ -246,7 +261,7 @@ class Job:
         def finish(finished: list[Finished]) -> None:
             journal.append([(row.id, row.output.index, _journal_columns(row)) for row in finished])
             for row in finished:
-                self.report.count(row.output, row.num_rows)
+                self.report.count(row.output, row.num_rows, row.id.hex())
                 if row.output.error is not None:
                     self._check_failures(row.output.index)
 
@@ -266,11 +281,13 @@ class Job:
             folder=files.final.parent,
         )
         with contextlib.closing(work), contextlib.closing(work.steps()) as steps:
-            plan = work.plan(measures=on_plan is not None)
+            plan = self.report.plan = work.plan(measures=on_plan is not None)
             if on_plan is not None:
                 on_plan(plan)
             else:
                 assembly.notices.tell(f"the plan\n{plan.text(LOGGED_CHARACTERS)}", INFO)
+            assert self.report.log is not None
+            self.report.log.restart_step(assembly.engine.stats)
             for _ in steps:
                 note_step()
         files.commit(self._source, work.table, self._options.order, self._openai)
@@ -351,6 +368,8 @@ def open_job(
     shard: tuple[int, int] = (1, 1),
     order: Order = "input",
     max_failed: int | float | None = None,
+    report: str | os.PathLike[str] | None = None,
+    report_text: bool = False,
 ) -> Iterator[Job]:
     """Checks parameters and files, and opens them; "-" is stdin or stdout. No model is needed for it.
 
@@ -358,7 +377,10 @@ def open_job(
     Raises ValueError or NotSupportedError for parameters, OSError for files (as Source and JobFiles tell), and
     ValueError where a field of the first row has the name of a result column.
     """
-    options = JobOptions(dict(sampling_params or {}), if_exists, retry, limit, shard, order, max_failed)
+    report = None if report is None else os.fspath(report)
+    options = JobOptions(
+        dict(sampling_params or {}), if_exists, retry, limit, shard, order, max_failed, report, report_text
+    )
     if SamplingParams.from_json(options.sampling_params).logprobs is not None:
         raise NotSupportedError("logprobs in files are not supported yet: leave it out")
     input, output = os.fspath(input), os.fspath(output)
@@ -390,6 +412,7 @@ def open_job(
             job.is_done = True
             job.report.count_resumed(files.manifest["rows"], files.manifest["failed"], files.manifest["cut"])
             job.report.first_error = files.manifest["first_error"]
+            job.report.is_finished = True
             files.drop_journal()
             yield job
             return
