@@ -159,28 +159,28 @@ class Call:
     def _plan(self) -> None:
         """Ranks the requests by prefix and expected length, and finds those that need not run."""
         names: dict[int, str] = {}  # by id of params
+        indices = list(self._requests)
+        prompts = [array("i", self._requests[index].token_ids).tobytes() for index in indices]
         keys: list[tuple[bytes, str] | None] = []
-        for request in self._requests.values():
-            params = request.sampling_params
+        for prompt, index in zip(prompts, indices, strict=True):
+            params = self._requests[index].sampling_params
             draws_its_own = not params.is_greedy and params.seed in (None, -1)
             if draws_its_own or params.logits_processors:  # a user's callable may keep a state
                 keys.append(None)
                 continue
             if id(params) not in names:
                 names[id(params)] = repr(params)
-            keys.append((array("i", request.token_ids).tobytes(), names[id(params)]))
-        indices = list(self._requests)
-        for index, earlier in zip(indices, find_duplicates(keys), strict=True):
-            if earlier is not None:
-                self._duplicate_of[index] = indices[earlier]
-        to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
-        prompts = [array("i", request.token_ids).tobytes() for request in to_run]
+            keys.append((prompt, names[id(params)]))
+        duplicate_of = find_duplicates(keys)
+        self._duplicate_of = {indices[i]: indices[j] for i, j in enumerate(duplicate_of) if j is not None}
+        to_run = np.array([i for i, j in enumerate(duplicate_of) if j is None], np.int32)
         num_bytes = np.fromiter(map(len, prompts), np.int32, len(prompts))
-        expected = np.fromiter((request.max_output_tokens for request in to_run), np.int32, len(prompts))
-        order, num_shared_blocks = plan_order(prompts.__getitem__, num_bytes, expected, 4 * self._assembly.block_size)
+        expected = np.array([self._requests[index].max_output_tokens for index in indices], np.int32)
+        block_size = self._assembly.block_size
+        order, num_shared_blocks = plan_order(prompts.__getitem__, num_bytes, expected, 4 * block_size, to_run)
         for rank, position in enumerate(order.tolist()):
-            to_run[position].rank = rank
-        self._num_shared_tokens = num_shared_blocks * self._assembly.block_size
+            self._requests[indices[position]].rank = rank
+        self._num_shared_tokens = num_shared_blocks * block_size
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:
         """BatchError with all outputs if a request failed while running."""

@@ -59,7 +59,7 @@ def summary(report: JobReport) -> str:
         f"KV cache     peak {report.peak_num_blocks:,} of {report.num_blocks:,} blocks of {report.block_size} tokens "
         f"({mib:,.1f} MiB)",
         f"preemptions  {report.num_preemptions:,}",
-        f"repeatable   {'yes: the same rows give the same tokens' if report.deterministic else 'no'}",
+        f"deterministic {'yes: the same rows give the same tokens' if report.deterministic else 'no'}",
     ]
     for number, limit in enumerate(report.limits()):
         lines.append(f"{'' if number else 'limited by':<12} {limit}")

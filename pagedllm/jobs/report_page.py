@@ -84,6 +84,11 @@ def as_html(report: JobReport, *, has_texts: bool = False) -> str:
 def _tables(report: JobReport, has_texts: bool) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, column names, rows) each; the summary first."""
     tables = [("Summary", ["", ""], _summary(report))]
+    if report.plan is not None:
+        plan = [[line[:12].strip(), line[13:]] for line in report.plan.text(0).splitlines()[2:7]]
+        tables.append(("Plan", ["", ""], plan))
+    if report.engine:
+        tables.append(("Engine", ["", ""], [[name, str(value)] for name, value in report.engine.items()]))
     slowest = [
         [str(row.row), row.id, f"{row.seconds:.2f}", str(row.prompt_tokens), str(row.completion_tokens)]
         + [row.finish_reason]
@@ -102,7 +107,7 @@ def _tables(report: JobReport, has_texts: bool) -> list[tuple[str, list[str], li
 
 
 def _summary(report: JobReport) -> list[list[str]]:
-    engine, seconds = report.engine, max(report.seconds, 1e-9)
+    seconds = max(report.seconds, 1e-9)
     rows = [
         ["state", "finished" if report.is_finished else "not finished: the same command continues"],
         ["rows", f"{report.num_rows:,}"],
@@ -137,9 +142,6 @@ def _summary(report: JobReport) -> list[list[str]]:
             half, most = histogram.quantile(0.5), histogram.quantile(0.95)
             text = f"half under {half:,.3g}{unit}, 95 % under {most:,.3g}{unit}, largest {histogram.largest:,.3g}{unit}"
             rows.append([title, text])
-    if report.plan is not None:
-        rows += [[f"planned {line[:12].strip()}", line[13:]] for line in report.plan.text(0).splitlines()[2:7]]
-    rows += [[name.replace("_", " "), str(value)] for name, value in engine.items() if name != "deterministic"]
     return rows
 
 
@@ -166,6 +168,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _markdown_cell(text: str) -> str:
-    for character in "\\`*_[]<>|#":
+    text = html.escape(text, quote=False)
+    for character in "\\`*_[]|#":
         text = text.replace(character, "\\" + character)
     return " ".join(text.split())
