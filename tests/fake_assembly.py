@@ -36,6 +36,7 @@ class FakeTokenizer:
     special_token_ids = frozenset((BOS, EOS, END))
     vocab_size = VOCAB_SIZE
     think_ids: Mapping[str, int] = {}
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = [BOS] if add_special_tokens and self.bos_token_id is not None else []

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
 from pagedllm.engine.offline_plan import plan_order
+from pagedllm.jobs.continuation import cut_state
 from pagedllm.jobs.journal import CUT, ERROR, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 from pagedllm.jobs.report import JobReport
@@ -74,6 +75,7 @@ class Finished:
     id: bytes
     output: RequestOutput
     num_rows: int
+    cut: list[int] = field(default_factory=list)  # what --retry cut goes on from
 
 
 class PlannedWork:
@@ -86,6 +88,7 @@ class PlannedWork:
         finish: Callable[[list[Finished]], None],
         *,
         retries_failed: bool,
+        continues_cut: bool,
         note_failed: Callable[[int], None],
         tell_scanned: Callable[[RowTable, Window], None],
     ) -> None:
@@ -98,6 +101,7 @@ class PlannedWork:
         self._report = report
         self._finish = finish
         self._retries_failed = retries_failed
+        self._continues_cut = continues_cut
         self._note_failed = note_failed
         self._tell_scanned = tell_scanned
         self._max_in_flight = SEQS_AHEAD * assembly.max_num_seqs
@@ -115,7 +119,7 @@ class PlannedWork:
                 for request in ended:
                     name, num_rows = self._in_flight.pop(request.prompt_index)
                     output = RequestOutput.of_request(request, None, None, token_text)
-                    finished.append(Finished(name, output, num_rows))
+                    finished.append(Finished(name, output, num_rows, cut_state(request)))
                 if finished:
                     self._finish(finished)
                 yield
@@ -140,12 +144,18 @@ class PlannedWork:
                     params = self._reader.params_from(params)
                 row, name = window.rows[position], _id_at(window.ids, position)
                 self._in_flight[row] = name, window.num_rows[position]
-                request = self._reader.build(row, window.token_ids[begin:end].tolist(), params, name)
+                cut = self._cut(name) if self._continues_cut else ()
+                request = self._reader.build(row, window.token_ids[begin:end].tolist(), params, name, cut)
                 request.rank = self._num_built
                 self._num_built += 1
                 yield request
             if is_last:
                 return
+
+    def _cut(self, name: bytes) -> Sequence[int]:
+        """What the journal has of a row that a length ended."""
+        line = int(self._journal.find([name])[0])
+        return (self._journal.cut_at(line) if line >= 0 else None) or ()
 
     def _order(self, window: Window) -> Sequence[int]:
         if not self._assembly.engine.scheduler.policy.plans_ahead:
