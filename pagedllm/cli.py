@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pagedllm
-from pagedllm import flags, tool_commands
+from pagedllm import flags, job_commands
 from pagedllm.config import EngineConfig
 from pagedllm.errors import LibraryError, PagedLLMError, RequestError
 from pagedllm.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, ROWS_FAILED, TERMINATED, complain
@@ -63,7 +63,7 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     flags.add_llm_flags(run)
     flags.add_sampling_flags(run)
     run.set_defaults(command=run_command, parser=run)
-    tool_commands.add_parsers(commands)
+    job_commands.add_parsers(commands)
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.set_defaults(command=doctor_command, parser=doctor)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")

@@ -233,7 +233,7 @@ class Job:
         files.note(
             job,
             "finished",
-            **facts,
+            **{**facts, "is_mixed": False},
             given=dict(options.sampling_params),
             input=source.digest,
             rows=report.num_rows,

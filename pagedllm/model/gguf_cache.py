@@ -41,11 +41,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PAGEDLLM_CACHE") or Path.home() / ".cache" / "pagedllm")
 
 
-def converted_folders() -> list[Path]:
-    """Of the models in the cache."""
-    return sorted(path for path in (cache_folder() / "gguf").glob("*-" + "[0-9a-f]" * 16) if path.is_dir())
-
-
 def convert_gguf(file: Path | str, cache_dir: Path | None = None, dtype: str = "bfloat16") -> Path | None:
     """The converted folder, or None, with a notice, where it cannot be written: no room, or no right to."""
     if dtype not in DTYPES:
