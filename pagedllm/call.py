@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
@@ -164,8 +166,10 @@ class Call:
                 self._duplicate_of[index] = indices[earlier]
         to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
         prompts = [array("i", request.token_ids).tobytes() for request in to_run]
-        expected = [request.max_output_tokens for request in to_run]
-        for rank, position in enumerate(plan_order(prompts, expected, 4 * self._assembly.block_size)):
+        num_bytes = np.fromiter(map(len, prompts), np.int32, len(prompts))
+        expected = np.fromiter((request.max_output_tokens for request in to_run), np.int32, len(prompts))
+        order, _ = plan_order(prompts.__getitem__, num_bytes, expected, 4 * self._assembly.block_size)
+        for rank, position in enumerate(order.tolist()):
             to_run[position].rank = rank
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:

@@ -84,6 +84,7 @@ def add_job_flags(run: argparse.ArgumentParser) -> None:
         help="what to do if OUT or a part of it exists (default: resume)",
     )
     group.add_argument("--retry", choices=("failed", "cut"), help="run these rows of an earlier run again")
+    group.add_argument("--dry-run", action="store_true", help="tell the plan, with the time it takes; write nothing")
     group.add_argument("--limit", type=int, metavar="N", help="the first N rows only")
     group.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th row from the I-th on")
     group.add_argument(
@@ -196,7 +197,10 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     num_rows = None if args.quiet and args.max_failed is None else job.count_rows()
     with llm, contextlib.closing(JobProgress(num_rows, args.quiet)) as progress:
         try:
-            report = llm.run_job(job, progress.show)
+            if args.dry_run:
+                print(llm.plan_job(job).text(), file=sys.stderr)
+                return DONE
+            report = llm.run_job(job, progress.show, None if args.quiet else progress.tell_plan)
         except (JobRefused, RequestError, FileExistsError) as error:
             return complain(error, REFUSED)
         except TooManyFailures as error:

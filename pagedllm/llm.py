@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pagedllm.engine.stats import EngineStats
     from pagedllm.jobs.options import IfExists, Order, Retry
+    from pagedllm.jobs.plan import JobPlan
     from pagedllm.jobs.report import JobReport
     from pagedllm.jobs.runner import Job
 
@@ -325,10 +326,20 @@ class LLM:
         ) as job:
             return self.run_job(job)
 
-    def run_job(self, job: Job, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
+    def run_job(
+        self,
+        job: Job,
+        on_progress: Callable[[JobReport], None] | None = None,
+        on_plan: Callable[[JobPlan], None] | None = None,
+    ) -> JobReport:
         """Runs a job that `pagedllm.jobs.opening.open_job` made before this model was loaded."""
         with self._lock:
-            return job.run(self._open(), self.config, on_progress)
+            return job.run(self._open(), self.config, on_progress, on_plan)
+
+    def plan_job(self, job: Job) -> JobPlan:
+        """What running this job would do; nothing of it is written. The job is used up."""
+        with self._lock:
+            return job.plan(self._open(), self.config)
 
     @property
     def stats(self) -> EngineStats:

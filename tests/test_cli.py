@@ -69,8 +69,12 @@ def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
     assert [row["completion_tokens"] for row in rows] == [3, 3]
     out, err = capsys.readouterr()
     assert out == ""
-    told, *summary = err.splitlines()
+    told, *lines = err.splitlines()
     assert told == "pagedllm: rows without sampling_params: sampling by max_tokens=3, temperature=0.0 (given)"
+    num_plan_lines = lines.index('first prompt "a"') + 1
+    plan, summary = lines[:num_plan_lines], lines[num_plan_lines:]
+    assert "rows         2: 0 done before, 0 refused, 0 equal to another, 2 to run" in plan
+    assert "time         not measured for so few tokens" in plan
     assert summary[0] == "rows         2: 0 failed, 2 cut by a length"
     assert [line.partition("  ")[0] for line in summary] == [
         "rows",

@@ -75,6 +75,17 @@ class JobFiles:
             self._journal = Journal(self.partial, is_new=self.is_finished)
         return self._journal
 
+    def peek(self, job: Mapping[str, Any], folder: Path, *, may_grow: bool) -> Journal:
+        """The journal that `begin` would open, or where that would be empty one in `folder`. Raises as `begin`.
+
+        The caller closes it; nothing must be appended to one of the job.
+        """
+        if self.manifest is not None:
+            _check_same(self.manifest["job"], job, may_grow)
+            if not self.is_finished:
+                return Journal(self.partial)
+        return Journal(folder / "journal", is_new=True)
+
     def note(self, job: Mapping[str, Any], state: str, **values: Any) -> None:
         self.manifest = {"state": state, "job": dict(job), **values}
         write_manifest(self.manifest_path, self.manifest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -27,6 +28,7 @@ from pagedllm.jobs.formats import PlainRows, columns_text
 from pagedllm.jobs.journal import Journal
 from pagedllm.jobs.openai import OpenAILines
 from pagedllm.jobs.options import JobOptions
+from pagedllm.jobs.plan import LOGGED_CHARACTERS, JobPlan
 from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
 from pagedllm.jobs.recovery import facts_for_recovery, recover
 from pagedllm.jobs.report import JobReport
@@ -38,6 +40,7 @@ from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
 OnProgress = Callable[[JobReport], None]
+OnPlan = Callable[[JobPlan], None]
 
 
 class TooManyFailures(PagedLLMError):
@@ -95,25 +98,25 @@ class Job:
             limit = limit * self.report.num_rows
         return self.report.num_failed <= (limit or 0)
 
-    def run(self, assembly: Assembly, config: EngineConfig, on_progress: OnProgress | None = None) -> JobReport:
-        """Runs all rows and makes the result file; on_progress is told after each step.
+    def run(
+        self,
+        assembly: Assembly,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        on_plan: OnPlan | None = None,
+    ) -> JobReport:
+        """Runs all rows and makes the result file; on_progress is told after each step, on_plan before the first.
 
         Raises JobRefused where the files there are of another job, RequestError for sampling parameters that the model
-        cannot have, TooManyFailures, ModelError for the model's own
-        sampling defaults, and OSError where a result cannot be written; what is written then stays.
+        cannot have, ModelError for the model's own, TooManyFailures, and OSError where a result cannot be written; what
+        is written then stays.
         """
         if self.is_done:
             return self.report
         started = time.perf_counter()
         if isinstance(self._options.max_failed, float):
             self.count_rows()
-        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
-        given = self._options.sampling_params
-        defaults = {**assembly.defaults.values, **given}
-        assembly.builder.check_params(SamplingParams.from_json({}, defaults))
-        for notice in self.notices:
-            assembly.notices.tell(notice)
-        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        reader = self._reader(assembly, config)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
@@ -125,15 +128,54 @@ class Job:
                 on_progress(report)
 
         if isinstance(self._output, StreamFile):
-            reader = self._reader(assembly, config, defaults)
             self._run_stream(assembly, reader, self._output, note_step)
         else:
-            self._run_file(assembly, config, defaults, self._output, note_step)
+            self._run_file(assembly, config, reader, self._output, note_step, on_plan)
         self._tell_of_lines(assembly, config)
         return report
 
-    def _reader(self, assembly: Assembly, config: EngineConfig, defaults: Mapping[str, Any]) -> RowReader:
+    def plan(self, assembly: Assembly, config: EngineConfig) -> JobPlan:
+        """What `run` would do, its time measured. No result is written; a job must not be run after it.
+
+        Raises as `run`, and for nothing that is wrong with a row.
+        """
+        reader, output = self._reader(assembly, config), self._output
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagedllm-")))
+            if isinstance(output, JobFiles):
+                job = job_of(assembly, config, reader.defaults, self._options)
+                journal = output.peek(job, folder, may_grow=self._options.retry == "cut")
+                if output.is_finished:
+                    recover(output, journal, reader, self._options.prompt_form(), self._openai)
+            else:
+                journal = Journal(folder / "journal", is_new=True)
+            stack.callback(journal.close)
+            work = PlannedWork(
+                assembly,
+                reader,
+                journal,
+                self.report,
+                lambda finished: None,
+                retries=self._options.retry,
+                note_failed=lambda index: None,
+                tell_scanned=lambda table, window: None,
+                folder=folder,
+            )
+            stack.callback(work.close)
+            return work.plan(measures=True, always=True)
+
+    def _reader(self, assembly: Assembly, config: EngineConfig) -> RowReader:
+        """Raises RequestError, ModelError for sampling parameters that are every row's."""
         assert self._rows is not None
+        assembly.defaults.params()  # a wrong generation_config.json is not every row's error
+        given = self._options.sampling_params
+        defaults = {**assembly.defaults.values, **given}
+        assembly.builder.check_params(SamplingParams.from_json({}, defaults))
+        for notice in self.notices:
+            assembly.notices.tell(notice)
+        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        manifest = self._output.manifest if isinstance(self._output, JobFiles) else None
+        self._created = (manifest or {}).get("created", self._created)
         if self._openai is not None:
             self._openai.created = self._created
 
@@ -178,18 +220,17 @@ class Job:
         self,
         assembly: Assembly,
         config: EngineConfig,
-        defaults: Mapping[str, Any],
+        reader: RowReader,
         files: JobFiles,
         note_step: Callable[[], None],
+        on_plan: OnPlan | None,
     ) -> None:
         assert self._source is not None
         options = self._options
-        job = job_of(assembly, config, defaults, options)
+        job = job_of(assembly, config, reader.defaults, options)
         before = files.manifest or {}
         was_finished = files.is_finished
         journal = self._journal = files.begin(job, may_grow=options.retry == "cut")
-        self._created = before.get("created", self._created)
-        reader = self._reader(assembly, config, defaults)
         if was_finished:
             recover(files, journal, reader, options.prompt_form(), self._openai)
         num_before = journal.num_lines
@@ -220,12 +261,17 @@ class Job:
             journal,
             self.report,
             finish,
-            retries_failed=options.retry == "failed",
-            continues_cut=options.retry == "cut",
+            retries=options.retry,
             note_failed=self._check_failures,
             tell_scanned=tell_scanned,
+            folder=files.final.parent,
         )
-        with contextlib.closing(work.steps()) as steps:
+        with contextlib.closing(work), contextlib.closing(work.steps()) as steps:
+            plan = work.plan(measures=on_plan is not None)
+            if on_plan is not None:
+                on_plan(plan)
+            else:
+                assembly.notices.tell(f"the plan\n{plan.text(LOGGED_CHARACTERS)}", INFO)
             for _ in steps:
                 note_step()
         files.commit(source, work.table, options.order, self._form, self._openai)
