@@ -68,7 +68,7 @@ def _records(stream: BinaryIO, delimiter: str) -> Iterator[bytes | None]:
             if size <= MAX_LINE_BYTES:
                 parts.append(line)
             if line.count(b'"') % 2:  # an even number opens and closes, or is doubled
-                is_open = _leaves_open(parts, delimiter)
+                is_open = _leaves_open(parts, delimiter) if size <= MAX_LINE_BYTES else not is_open
         record = b"".join(parts).rstrip(b"\r\n")
         if record.strip():
             yield record if size <= MAX_LINE_BYTES else None

@@ -26,6 +26,7 @@ class ResultRow(NamedTuple):
     columns: str  # of the result, as JSON without braces, by their own names
 
 
+HALF_SURROGATE = r"\ud"  # perhaps: of a pair too
 Chunks = Callable[[], Iterator[Sequence[ResultRow]]]
 
 
@@ -99,7 +100,18 @@ def _write_parquet(stream: BinaryIO, chunks: Chunks, form: ResultForm, originals
 
 def _kept(row: ResultRow, form: ResultForm) -> dict[str, Any]:
     values = {} if row.raw is None else json.loads(row.raw)
+    if row.raw is not None and HALF_SURROGATE in row.raw.lower():
+        values = _encodable(values)
     return {name: value for name, value in values.items() if form.keep is None or name in form.keep}
+
+
+def _encodable(value: Any) -> Any:
+    """Halves of surrogate pairs, which JSON can escape and UTF-8 cannot hold, become U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(item) for name, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _results(row: ResultRow, form: ResultForm) -> dict[str, Any]:

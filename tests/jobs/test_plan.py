@@ -8,8 +8,8 @@ import os
 import pytest
 
 from pagedllm import LLM
-from pagedllm.jobs.plan import JobPlan, Speed, duration
 from pagedllm.jobs.opening import open_job
+from pagedllm.jobs.plan import JobPlan, Speed, duration
 from tests.fake_assembly import fake_assemble
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
