@@ -1,4 +1,4 @@
-"""BeamSearchParams: what `LLM.beam_search` looks for. The meanings are those of transformers' `generate(num_beams=...)`.
+"""BeamSearchParams: what `LLM.beam_search` looks for, by the rules of transformers' `generate(num_beams=...)`.
 
 Plain data, assignable; `verify` runs at construction and again on use. Errors name field and value.
 """

@@ -48,7 +48,8 @@ class BeamSearch:
         length = len(self.running[0].output) + 1
         is_last = length >= self._max_output_tokens
         ends = np.isin(token_ids, self._end_token_ids)
-        goes_on, complete, chosen = [], list(self.complete), []
+        goes_on: list[Hypothesis] = []
+        complete, chosen = list(self.complete), []
         continuations = zip(beams.tolist(), token_ids.tolist(), sums.tolist(), ends.tolist(), strict=True)
         for place, (beam, token_id, total, is_end) in enumerate(continuations):
             is_complete = is_end or is_last

@@ -108,7 +108,7 @@ class BeamGroup:
         self._results[beam.request_id] = logprobs
 
     def branch(self) -> tuple[list[tuple[Request, int]], list[Request]]:
-        """Chooses the next beams, of which `forks` need blocks; `search.is_finished` if there are none.
+        """Chooses the next beams, of which `forks` need blocks; changes none if `search.is_finished`.
 
         Returns the beams that go on with how many tokens were appended to each, and those that are dropped.
         """
@@ -120,6 +120,8 @@ class BeamGroup:
             results = [self._results[beam.request_id] for beam in self.beams]
             chosen = [(beam, (token_id,)) for beam, token_id in self.search.advance(results)]
         self._results = {}
+        if self.search.is_finished:
+            return [], []
         before, self.beams = self.beams, []
         going_on: dict[int, tuple[int, ...]] = {}
         for place, token_ids in chosen:

@@ -19,9 +19,7 @@ def why_never(
         return error("empty_prompt", "the prompt has no tokens")
     if num_tokens > max_model_len:
         excess = num_tokens - max_model_len
-        return error(
-            "prompt_too_long", f"{num_tokens:,} tokens exceed max_model_len {max_model_len:,} by {excess:,}"
-        )
+        return error("prompt_too_long", f"{num_tokens:,} tokens exceed max_model_len {max_model_len:,} by {excess:,}")
     if num_tokens == max_model_len and request.max_output_tokens > 0:
         text = f"{num_tokens:,} tokens leave no room for an output token: max_model_len is {max_model_len:,}"
         return error("prompt_too_long", text)

@@ -186,7 +186,8 @@ class Scheduler:
                     new_block_ids = allocate_slots(request, num_new_tokens)
             if new_block_ids is not None:
                 budget -= num_new_tokens
-                request_id, new_token_ids = request.request_id, ()
+                request_id = request.request_id
+                new_token_ids: tuple[int, ...] = ()
                 if untold and request_id in untold:
                     if request_id not in self._held_rows:
                         scheduled[request_id] = self._as_new(request, num_new_tokens)
@@ -527,7 +528,9 @@ class Scheduler:
             error = result.errors.get(scheduled.request_id)
             if (error is None and is_finite) or request is None or request.status is not RequestStatus.RUNNING:
                 continue
-            for member in [r for r in self.running if r is request or (r.family_id and r.family_id == request.family_id)]:
+            name = request.family_id
+            members = [member for member in self.running if member is request or (name and member.family_id == name)]
+            for member in members:
                 for dependant in self.kv_cache.withdraw(member):
                     if dependant.status is RequestStatus.RUNNING:
                         self._preempt(dependant)

@@ -60,8 +60,7 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """Results of one step; the sequences are parallel to `SchedulerOutput.scheduled`."""
 
-    # () where the request's last token was not reached, and for a beam; num_samples of them where those are more than one
-    sampled_token_ids: Sequence[tuple[int, ...]]
+    sampled_token_ids: Sequence[tuple[int, ...]]  # () where the request's last token was not reached, and for a beam
     is_finite: Sequence[bool]  # False: the logits held NaN or infinity, nothing was sampled
-    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id, one for a beam; empty when no request asked
+    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id, or for a beam; empty: nobody asked
     errors: dict[str, RequestError] = field(default_factory=dict)  # by request_id: a user's callable raised, say

@@ -112,9 +112,7 @@ class FakeRunner:
             if scheduled.new_request is not None:
                 assert scheduled.request_id not in self.rows, "a row is taken twice"
                 new = scheduled.new_request
-                self.rows[scheduled.request_id] = _Row(
-                    [], [], new.seed, new.sample_index, new.sampling_params.logprobs
-                )
+                self.rows[scheduled.request_id] = _Row([], [], new.seed, new.sample_index, new.sampling_params.logprobs)
             row = self.rows[scheduled.request_id]
             row.token_ids += scheduled.new_token_ids
             row.block_ids += scheduled.new_block_ids[0]
