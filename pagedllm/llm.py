@@ -227,7 +227,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         on_error: OnError = "raise",
     ) -> RequestOutputs:
-        """The likeliest outputs found by beam search: one RequestOutput per prompt, with beam_width outputs, best first.
+        """The likeliest outputs that beam search finds: one RequestOutput per prompt, of beam_width outputs, best first.
 
         Each has `cumulative_logprob` and `score`. The search is that of transformers' `generate(num_beams=...)`; all
         beams of all prompts advance together. The rest is as in `generate`; beams of which no pool of this size can

@@ -118,7 +118,7 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--max-tokens", "x"], "argument --max-tokens: invalid int or none value: 'x'"),
         (["--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid list of ints value: '1,x'"),
         (["--logit-bias", "[1]"], "argument --logit-bias: invalid JSON object value: '[1]'"),
-        (["--n", "2"], "n=2 is not supported yet"),
+        (["--n", "2"], "n=2 in files is not supported yet"),
         (["--logprobs", "2"], "logprobs in files are not supported yet"),
         (["--if-exists", "append"], "argument --if-exists: invalid choice: 'append'"),
         (["--retry", "failed", "--if-exists", "fail"], "retry='failed' continues a job"),

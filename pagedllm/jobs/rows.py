@@ -102,6 +102,8 @@ class RowReader:
             params = SamplingParams.from_json(row.sampling_params, self.defaults)
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
+        if params.n != 1:
+            raise RequestError("unsupported", f"n={params.n} in files is not supported yet: leave it out", field="n")
         if params.logprobs is not None:
             raise RequestError("unsupported", "logprobs in files are not supported yet: leave it out", field="logprobs")
         return params

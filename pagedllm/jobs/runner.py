@@ -309,7 +309,10 @@ def open_job(
     ValueError where a field of the first row has the name of a result column.
     """
     options = JobOptions(dict(sampling_params or {}), if_exists, retry, limit, shard, order, max_failed)
-    if SamplingParams.from_json(options.sampling_params).logprobs is not None:
+    params = SamplingParams.from_json(options.sampling_params)
+    if params.n != 1:
+        raise NotSupportedError(f"n={params.n} in files is not supported yet: leave it out")
+    if params.logprobs is not None:
         raise NotSupportedError("logprobs in files are not supported yet: leave it out")
     input, output = os.fspath(input), os.fspath(output)
     for path in (input, output):

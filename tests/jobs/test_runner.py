@@ -75,7 +75,7 @@ def test_every_line_is_answered_in_order_and_bad_ones_have_their_reason(run):
         "template_error: the chat template refuses: no tools here",
         "invalid_parameter: sampling_params has no parameter 'temprature': did you mean 'temperature'?",
         "invalid_parameter: top_p must be in (0, 1], got 7",
-        "unsupported: n=2 is not supported yet: pass the prompt 2 times, with seeds",
+        "unsupported: n=2 in files is not supported yet: leave it out",
         "unsupported: logprobs in files are not supported yet: leave it out",
         "invalid_parameter: stop_token_ids must be ids in [0, 259), got 259",
         "",
