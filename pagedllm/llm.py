@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pagedllm.assembly import Assembly, assemble
+from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.call import Call
 from pagedllm.call_lock import CallLock
 from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
@@ -219,6 +220,35 @@ class LLM:
             self._num_calls += 1
             return iterator
 
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
+    ) -> RequestOutputs:
+        """The likeliest outputs that beam search finds: one RequestOutput per prompt, of beam_width outputs, best first.
+
+        Each has `cumulative_logprob` and `score`. The search is that of transformers' `generate(num_beams=...)`; all
+        beams of all prompts advance together. The rest is as in `generate`; beams of which no pool of this size can
+        hold all at their full length are a RequestError("never_fits").
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be a BeamSearchParams, got {type(params).__name__}")
+        with self._lock:
+            self._open().builder.check_beam_search(params)
+            return self._call(
+                parse_prompts(prompts),
+                "prompts",
+                params.sampling_params(),
+                ChatOptions(),
+                None,
+                use_tqdm,
+                on_error,
+                replace(params),
+            )
+
     def submit(self, prompt: Any, params: SamplingParams | None = None) -> Future[RequestOutput]:
         """Hands in one prompt and returns at once; what many threads hand in runs together, in one daemon thread.
 
@@ -405,6 +435,7 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
         on_error: OnError,
+        beam_search: BeamSearchParams | None = None,
     ) -> RequestOutputs:
         assembly = self._open()
         self._abort_abandoned(assembly)
@@ -420,13 +451,15 @@ class LLM:
             call_number=self._num_calls,
             first_request_number=self._num_requests,
             priorities=priorities,
+            beam_search=beam_search,
         )
         if on_error == "raise":
             call.raise_if_refused()
         self._num_calls += 1
         self._num_requests += len(prompts)
         call.run(use_tqdm)
-        call.tell_of_cuts()
+        if beam_search is None:
+            call.tell_of_cuts()
         outputs = call.outputs()
         if on_error == "raise":
             call.raise_if_failed(outputs)

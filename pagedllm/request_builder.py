@@ -20,6 +20,7 @@ from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pagedllm.beam_search_params import BeamSearchParams
     from pagedllm.tokenizer import Tokenizer
 
 NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and newlines behind it
@@ -137,12 +138,22 @@ class RequestBuilder:
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
         params.verify_for_model(self.vocab_size, self.max_logprobs)
+        if params.n > 1 and params.is_greedy:
+            self.notices.tell(f"n={params.n} with temperature=0: greedy outputs are all equal, each prompt is run once")
         for word in params.bad_words or ():
             if _first_surrogate(word) is not None:
                 raise RequestError(
                     "invalid_parameter", f"bad_words must be text that can be encoded, got {word!r}", field="bad_words"
                 )
         self._tell_of_hidden_stops(params)
+
+    def check_beam_search(self, params: BeamSearchParams) -> None:
+        """The checks of a BeamSearchParams on use; RequestError."""
+        params.verify()
+        sampling_params = params.sampling_params()
+        self.check_params(sampling_params)
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        params.verify_for_model(self.vocab_size, len({*eos_token_ids, *(params.stop_token_ids or ())}))
 
     def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
         """Raises RequestError if the engine cannot run these ids with these params."""

@@ -122,7 +122,6 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--max-tokens", "x"], "argument --max-tokens: invalid int or none value: 'x'"),
         (["--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid list of ints value: '1,x'"),
         (["--logit-bias", "[1]"], "argument --logit-bias: invalid JSON object value: '[1]'"),
-        (["--n", "2"], "n=2 is not supported yet"),
         (["--logprobs", "21"], "logprobs must be at most max_logprobs (20), or -1, got 21"),
         (["--template", "{x} {id}"], "the template's {x} is no column: the columns are prompt, id"),
         (["--template", "x", "--template-file", "y"], "not allowed with argument --template"),

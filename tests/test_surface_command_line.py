@@ -219,6 +219,27 @@ def test_row_counts_in_the_whole_input_also_under_shard_and_limit(job):
     assert [(row["prompt"], row["row"]) for row in job.rows] == [("1", 1), ("4", 4)]
 
 
+def test_with_n_four_columns_are_lists_of_n_in_every_row(job):
+    rows = [{"prompt": "a"}, {"prompt": "b", "sampling_params": {"n": 2}}, "{", {"prompt": "c" * 300}]
+    job.write(*rows, {"prompt": "d", "sampling_params": {"n": 3, "stop": "e"}})
+    assert job("--n", 3, "--max-tokens", 5) == 3
+    lists = ("output", "finish_reason", "stop_reason", "completion_tokens")
+    assert [list(row)[-7:] for row in job.rows] == [COLUMNS] * 5
+    assert all(type(row[name]) is list and len(row[name]) == 3 for row in job.rows for name in lists)
+    assert len(set(job.rows[0]["output"])) == 3
+    assert job.rows[0]["completion_tokens"] == [5, 5, 5]
+    assert job.rows[1]["error"].startswith("invalid_parameter: n=2 in a row, 3 in the job")
+    assert [job.rows[3][name] for name in lists] == [[None] * 3, ["error"] * 3, [""] * 3, [0] * 3]
+    assert [type(row[name]) for row in job.rows for name in ("prompt_tokens", "error", "row")] == [int, str, int] * 5
+    first, flags = job.output.read_bytes(), ("--n", 3, "--max-tokens", 5)
+    job.write(*rows)
+    assert job(*flags) == 3
+    assert "pagedllm: continuing: 1 of 4 rows done; in the input since: 1 vanished" in job.err
+    assert job.output.read_bytes() == b"".join(first.splitlines(keepends=True)[:4])
+    assert job(*flags, "--logprobs", 1, output=job.folder / "other") == 3
+    assert [[len(ids) for ids in row["token_ids"]] for row in job.rows] == [[5] * 3, [0] * 3, [0] * 3, [0] * 3]
+
+
 def test_logprobs_add_three_columns_that_are_all_valid_json(job):
     job.write({"prompt": "a", "id": 1}, {"prompt": "b", "sampling_params": {"logprobs": 1}}, "{")
     assert job(*GREEDY, "--logprobs", 2) == 3
@@ -242,7 +263,7 @@ def test_an_infinite_logprob_is_null(job, monkeypatch):
 
     entry = TokenLogprobs(np.array([100, 101], np.int32), np.array([0, -np.inf], np.float32), 1)
     monkeypatch.setattr(FakeRunner, "logprobs", lambda self, ids, data: (entry,) * len(ids))
-    monkeypatch.setattr(FakeRunner, "next_token", lambda self, tokens, data: 100)
+    monkeypatch.setattr(FakeRunner, "next_token", lambda *a: 100)
     job.write({"prompt": "a"})
     assert job(*GREEDY, "--logprobs", 1) == 0
     assert [top["logprob"] for top in job.rows[0]["top_logprobs"][0]] == [0.0, None]
@@ -392,9 +413,7 @@ def test_retry_failed_runs_failed_rows_and_no_others(job, sent, monkeypatch):
     from tests.fake_assembly import FakeRunner
 
     next_token = FakeRunner.next_token
-    monkeypatch.setattr(
-        FakeRunner, "next_token", lambda self, tokens, data: -1 if len(tokens) == 3 else next_token(self, tokens, data)
-    )
+    monkeypatch.setattr(FakeRunner, "next_token", lambda *a: -1 if len(a[1]) == 3 else next_token(*a))
     job.write({"prompt": "a"}, {"prompt": "bc"}, {"prompt": "d" * 300})
     assert job(*GREEDY) == 3
     monkeypatch.setattr(FakeRunner, "next_token", next_token)

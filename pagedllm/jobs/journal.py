@@ -31,6 +31,7 @@ from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 SYNC_SECONDS = 1.0
 SYNC_LINES = 10_000
 FIND_IDS = 4096
+UNKNOWN_TOKENS = -1  # of the longest of several outputs
 ENDED, CUT, ERROR = 0, 1, 2  # how a row came out
 FORMAT = 2
 LINE_HEAD = re.compile(rb'\{"id": "([0-9a-f]{32})", "row": (\d+), ')

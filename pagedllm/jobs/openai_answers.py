@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedllm.jobs.formats import LINE_BREAKS
+from pagedllm.jobs.journal import UNKNOWN_TOKENS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LINE_ERRORS = ("invalid_json_line", "duplicate_custom_id", "url_mismatch")
@@ -48,7 +49,7 @@ def recovered(line: bytes, row: int) -> tuple[bytes, int, dict[str, Any]]:
         reasons = [choice["finish_reason"] for choice in choices]
         columns["finish_reason"] = "length" if "length" in reasons else "stop"
         columns["prompt_tokens"] = usage["prompt_tokens"]
-        columns["completion_tokens"] = usage["completion_tokens"] if len(choices) == 1 else 0
+        columns["completion_tokens"] = usage["completion_tokens"] if len(choices) == 1 else UNKNOWN_TOKENS
         columns["error"] = ""
     else:
         what = error or response["body"]["error"]

@@ -21,7 +21,7 @@ from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
 from pagedllm.engine.offline_plan import plan_order
 from pagedllm.jobs.continuation import cut_state
-from pagedllm.jobs.journal import CUT, ERROR, Journal
+from pagedllm.jobs.journal import CUT, ERROR, UNKNOWN_TOKENS, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 from pagedllm.jobs.options import Retry
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
@@ -286,7 +286,9 @@ class PlannedWork:
                     done = self._retries != "failed"
                 else:
                     limit = self._reader.max_output_tokens(ready)
-                    done = num_tokens[i] == limit if ending == CUT else num_tokens[i] <= limit
+                    done = num_tokens[i] <= limit
+                    if ending == CUT and num_tokens[i] != limit:
+                        done = num_tokens[i] == UNKNOWN_TOKENS and self._retries != "cut"
             is_done.append(done)
             num_failed += done and ending == ERROR
             num_cut += done and ending == CUT
