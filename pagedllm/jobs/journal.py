@@ -35,6 +35,7 @@ UNKNOWN_TOKENS = -1  # of the longest of several outputs
 ENDED, CUT, ERROR = 0, 1, 2  # how a row came out
 FORMAT = 2
 LINE_HEAD = re.compile(rb'\{"id": "([0-9a-f]{32})", "row": (\d+), ')
+CUT_STATE = re.compile(rb'\{"id": "[0-9a-f]{32}", "row": \d+, "cut": \[([0-9, ]+)\]')
 
 
 class Journal:
@@ -132,8 +133,8 @@ class Journal:
 
     def cut_at(self, line: int) -> list[int] | None:
         """What stands there to go on from."""
-        state: list[int] | None = json.loads(self._line_at(line)).get("cut")
-        return state
+        match = CUT_STATE.match(self._line_at(line))
+        return None if match is None else [int(value) for value in match[1].split(b",")]
 
     def _line_at(self, line: int) -> bytes:
         """With its end. Another line may have been damaged behind it."""

@@ -44,12 +44,13 @@ def facts_for_recovery(
 ) -> dict[str, Any]:
     """What the manifest of a finished job must hold, beside OUT."""
     facts: dict[str, Any] = {}
+    ids = table.all_ids()
     if openai is None and not _names_itself(files, form):
-        names = table.all_ids()[journal.positions(table.all_ids(), order == "completion")]
-        facts["ids"] = base64.b64encode(names.tobytes()).decode()
+        in_order = ids[journal.positions(ids, order == "completion")]
+        facts["ids"] = base64.b64encode(in_order.tobytes()).decode()
     cut = array("i")
     for begin in range(0, len(table.rows), CHUNK_ROWS):
-        lines = journal.find(table.all_ids()[begin : begin + CHUNK_ROWS])
+        lines = journal.find(ids[begin : begin + CHUNK_ROWS])
         for index in (journal.endings(lines) == CUT).nonzero()[0].tolist():
             state = journal.cut_at(int(lines[index]))
             if state and len(cut) < MAX_CUT_BYTES // cut.itemsize:
