@@ -10,11 +10,13 @@ import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
 
 from pagedllm.assembly import Assembly
+from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
 from pagedllm.engine.run_log import Ended, RunLog, Work
@@ -39,8 +41,9 @@ class Call:
         call_number: int,
         first_request_number: int,
         priorities: Sequence[int],
+        beam_search: BeamSearchParams | None = None,
     ) -> None:
-        """name: "prompts" or "messages", for errors; params and priorities: one per prompt."""
+        """name: "prompts" or "messages", for errors; params and priorities: one per prompt; beam_search: of all."""
         self._assembly = assembly
         self._name = name
         self._prompts = prompts
@@ -72,6 +75,7 @@ class Call:
                 stream_key(seed, call_number, index),
                 priorities[index],
             )
+            self._requests[index].beam_search = beam_search
         if assembly.engine.scheduler.policy.plans_ahead:
             self._plan()
 
@@ -103,7 +107,9 @@ class Call:
         engine = self._assembly.engine
         log, ended = RunLog(engine.stats), Ended()
         num_tokens = sum(request.num_prompt_tokens for request in to_run) - self._num_shared_tokens
-        work = Work(len(to_run), num_tokens, sum(request.max_output_tokens for request in to_run))
+        num_samples = [request.sampling_params.num_samples for request in to_run]
+        num_allowed = sum(map(mul, num_samples, (request.max_output_tokens for request in to_run)))
+        work = Work(sum(num_samples), num_tokens, num_allowed)
 
         def seconds_left() -> float | None:
             return log.seconds_left(work, ended)
@@ -114,12 +120,13 @@ class Call:
                 for finished in steps:
                     log.note_step(engine.stats)
                     for request in finished:
-                        ended.add(request.num_output_tokens, request.max_output_tokens, request.finish_reason)
+                        for sample in request.samples:
+                            ended.add(sample.num_output_tokens, sample.max_output_tokens, sample.finish_reason)
                         num_equal = num_equal_to[request.prompt_index]
                         num_finished += num_equal
                         num_input_tokens += request.num_prompt_tokens
-                        num_output_tokens += request.num_output_tokens
-                        num_cut += num_equal if request.finish_reason == "length" else 0
+                        num_output_tokens += sum(output.num_output_tokens for output in request.samples)
+                        num_cut += num_equal * any(output.finish_reason == "length" for output in request.samples)
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut, seconds_left)
         except BaseException as error:
             for request in to_run:
@@ -193,16 +200,18 @@ class Call:
     def tell_of_cuts(self) -> None:
         """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""
         by_params: Counter[int] = Counter()
-        num_by_room = 0
+        num_by_room = num_outputs = 0
         for index in self._requests:
             request = self._requests[self._duplicate_of.get(index, index)]
             params = request.sampling_params
-            if request.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
-                if request.num_output_tokens == params.max_tokens:
-                    by_params[params.max_tokens] += 1
-                else:
-                    num_by_room += 1
-        total, notices = f"{len(self._prompts):,}", self._assembly.notices
+            num_outputs += len(request.samples)
+            for output in request.samples:
+                if output.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
+                    if output.num_output_tokens == params.max_tokens:
+                        by_params[params.max_tokens] += 1
+                    else:
+                        num_by_room += 1
+        total, notices = f"{num_outputs + len(self._errors):,}", self._assembly.notices
         if by_params:
             limits = sorted(by_params)
             where = f"max_tokens={limits[0]}" if len(limits) == 1 else f"max_tokens={limits[0]} to {limits[-1]}"

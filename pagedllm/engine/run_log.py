@@ -119,6 +119,8 @@ class RunLog:
 
     def seconds_since(self, num_steps: int) -> float:
         """For a request that ended in the step not noted yet, after so many steps: how long it took."""
+        if not num_steps:  # it had all its tokens already
+            return 0.0
         return self.seconds - self._step_times[max(0, len(self._step_times) - num_steps)]
 
     def seconds_left(self, work: Work, ended: Ended) -> float | None:

@@ -4,17 +4,22 @@ One rule: each step hands out at most max_num_batched_tokens tokens to requests 
 their tokens, running ones first, then admissions, both in policy order. There is no prefill and no decode. A request
 without room preempts the policy's victim, which starts again from what the cache still holds; nobody is admitted in a
 step that preempted, so a pending block is never withdrawn from under a request of the same plan by preemption.
-Called by EngineCore: `schedule` makes a plan, `update` takes its results.
+A request that asks for several outputs is run as several (families.py): samples fork from the one that computed their
+prompt as far as there is room, beams go in step, and leave it together. Called by EngineCore: `schedule` makes a plan,
+`update` takes its results.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 
 from pagedllm.cache.kv_cache_manager import KVCacheManager
+from pagedllm.engine.families import BeamGroup, SampleFamily
+from pagedllm.engine.limits import why_never
+from pagedllm.engine.outlook import OutputOutlook
 from pagedllm.engine.policy import Policy, PolicyKey
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
 from pagedllm.engine.stats import EngineStats
@@ -24,22 +29,6 @@ from pagedllm.request import Request, RequestStatus, TokenLogprobs
 AppendToken = Callable[[Request, int, "TokenLogprobs | None"], bool]  # True: the request ended with this token
 NUM_DUMPED = 8
 NON_FINITE_ADVICE = "the model's weights may be damaged, or overflow in this dtype; try dtype='float32'"
-
-
-class OutputOutlook:
-    """How long outputs are expected to be: the share of their limit that those before took, half of it at first."""
-
-    def __init__(self) -> None:
-        self._num_tokens, self._num_allowed = 512, 1024
-
-    def learn(self, request: Request) -> None:
-        self._num_tokens += request.num_output_tokens
-        self._num_allowed += request.max_output_tokens
-
-    def num_output_tokens(self, request: Request) -> int:
-        """More than the request has, no more than it may have."""
-        expected = request.max_output_tokens * self._num_tokens // self._num_allowed
-        return min(request.max_output_tokens, max(expected, request.num_output_tokens + 1))
 
 
 class Scheduler:
@@ -72,6 +61,9 @@ class Scheduler:
         self._num_aborted_waiting = 0
         self._num_arrivals = 0
         self._outlook = OutputOutlook()
+        self._families: dict[str, SampleFamily] = {}  # by family_id, while a sample is open
+        self._groups: dict[str, BeamGroup] = {}  # by family_id, likewise
+        self._untold: dict[str, int] = {}  # of running ones: tokens at the end that the runner's row lacks
         self._held_rows: dict[str, None] = {}  # ids that the runner has a row for
         self._released: list[str] = []  # ids to tell in the next plan
         self._last_released: tuple[str, ...] = ()  # in the latest plan, which may have failed
@@ -96,14 +88,36 @@ class Scheduler:
         """Whether `schedule` and `update` have something to do or to give back."""
         return bool(self.requests or self.ended)
 
+    def find(self, request_id: str) -> Request | None:
+        """The request that was added under this name and has not ended, all its outputs together."""
+        family = self._families.get(request_id)
+        return self.requests.get(request_id) if family is None else family.first
+
+    def added_requests(self) -> list[Request]:
+        """Those that were added and are not handed out, also in a state that an interrupt left anywhere."""
+        families = self._families.values()
+        alone = [request for request in self.requests.values() if not request.family_id]
+        return list(dict.fromkeys((*self.ended, *(family.first for family in families), *alone)))
+
+    def group_of(self, request: Request) -> BeamGroup | None:
+        """The beams of a request that was added."""
+        return self._groups.get(request.request_id)
+
     def add(self, request: Request) -> None:
         """Takes a request; one that can never run ends at once."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        error = self._check(request)
+        error = why_never(
+            request,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            num_blocks=self.kv_cache.pool.num_blocks,
+            block_size=self.kv_cache.block_size,
+        )
         if error is not None:
-            self.fail(request, error)
+            request.error, request.finish_reason = error, "error"
+            self._end(request)
             return
         # The last token of an output gets no slot: nothing is computed from it.
         limit = min(self.max_model_len, self.kv_cache.num_slots + 1)
@@ -111,25 +125,23 @@ class Scheduler:
         if request.num_output_tokens >= request.max_output_tokens:
             request.finish_reason = "length"
             self._end(request)
+        elif request.beam_search is not None:
+            group = self._groups[request.request_id] = BeamGroup.of(request)
+            self._plant(group)
         else:
+            if request.sampling_params.num_samples > 1:
+                self._open_family(request)
             self._wait(request)
 
     def abort(self, request: Request) -> None:
-        is_waiting = request.status is not RequestStatus.RUNNING
-        self.kv_cache.stop_expecting(request)
-        request.finish_reason = "abort"
-        self._end(request)
-        if is_waiting:
-            self._num_aborted_waiting += 1
-            if 2 * self._num_aborted_waiting > len(self._waiting):
-                self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
-                heapq.heapify(self._waiting)
-                self._num_aborted_waiting = 0
+        """request: one that was added."""
+        self._end_all_of(request, None)
 
     def fail(self, request: Request, error: RequestError) -> None:
-        request.error = error
-        request.finish_reason = "error"
-        self._end(request)
+        """Ends a request that runs, and with it all outputs of the one that was added."""
+        family, group = self._families.get(request.family_id), self._groups.get(request.family_id)
+        added = family.first if family is not None else group.first if group is not None else request
+        self._end_all_of(added, error)
 
     def forget_ended(self, request_ids: Collection[str]) -> None:
         """The caller has handed these out."""
@@ -140,9 +152,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next plan. Raises RuntimeError with a dump rather than make one that gets nobody further."""
         scheduled: dict[str, ScheduledRequest] = {}
+        has_preempted = self._fork_beams() if self._groups else False
         blocks_to_copy = self.kv_cache.take_blocks_to_copy()
-        budget, has_preempted = self._schedule_running(scheduled, self.max_num_batched_tokens)
-        if not has_preempted:
+        budget, has_preempted_more = self._schedule_running(scheduled, self.max_num_batched_tokens)
+        if not has_preempted and not has_preempted_more:
             budget = self._schedule_admissions(scheduled, budget)
         self._count_limit(budget)
         if not scheduled and not self.ended:
@@ -154,7 +167,7 @@ class Scheduler:
 
     def _schedule_running(self, scheduled: dict[str, ScheduledRequest], budget: int) -> tuple[int, bool]:
         """Returns the budget that is left, and whether somebody was preempted."""
-        allocate_slots, is_running = self.kv_cache.allocate_slots, RequestStatus.RUNNING
+        allocate_slots, is_running, untold = self.kv_cache.allocate_slots, RequestStatus.RUNNING, self._untold
         has_preempted = False
         for request in tuple(self.running):
             if not budget:
@@ -164,6 +177,8 @@ class Scheduler:
             num_computed_tokens = request.num_computed_tokens
             last_index = len(request.token_ids) - 1
             num_new_tokens = min(last_index + 1 - num_computed_tokens, budget)
+            if not num_new_tokens:  # a beam that waits for the others of its group
+                continue
             new_block_ids = allocate_slots(request, num_new_tokens)
             while new_block_ids is None and request.status is is_running:
                 has_preempted = True
@@ -173,8 +188,21 @@ class Scheduler:
             if new_block_ids is not None:
                 budget -= num_new_tokens
                 request_id = request.request_id
+                new_token_ids: tuple[int, ...] = ()
+                if untold and request_id in untold:
+                    if request_id not in self._held_rows:
+                        scheduled[request_id] = self._as_new(request, num_new_tokens)
+                        continue
+                    new_token_ids = tuple(request.token_ids[-untold.pop(request_id) :])
                 scheduled[request_id] = ScheduledRequest(
-                    request_id, num_computed_tokens, num_new_tokens, (), (), new_block_ids, last_index
+                    request_id,
+                    num_computed_tokens,
+                    num_new_tokens,
+                    new_token_ids,
+                    (),
+                    new_block_ids,
+                    last_index,
+                    request.num_samples,
                 )
         return budget, has_preempted
 
@@ -186,15 +214,17 @@ class Scheduler:
         ask for, and this one too, unless nobody runs.
         """
         num_spare = self._num_blocks_to_come()
-        while budget and self._waiting and len(self.running) < self.max_num_seqs:
+        while budget and self._waiting:
             request = self._waiting[0][-1]
             if request.is_finished:
                 heapq.heappop(self._waiting)
                 self._num_aborted_waiting -= 1
                 continue
+            if self._num_free_seqs() < self._num_seqs(request):
+                break
             last_index = len(request.token_ids) - 1  # the only logits wanted, and never taken from the cache
             computed_blocks = self.kv_cache.get_computed_blocks(request, last_index)
-            num_own = self._num_blocks_ahead(request) if self.policy.plans_ahead and self.running else 0
+            num_own = self._num_own_blocks_ahead(request) if self.running else 0
             if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
             num_spare += max(num_own, 1)
@@ -208,24 +238,41 @@ class Scheduler:
             new_block_ids = self.kv_cache.allocate_slots(request, num_new_tokens)
             assert new_block_ids is not None
             budget -= num_new_tokens
-            self._held_rows[request.request_id] = None
-            scheduled[request.request_id] = ScheduledRequest(
-                request.request_id,
-                num_cached_tokens,
-                num_new_tokens,
-                new_token_ids=tuple(request.token_ids),
-                new_block_ids=self.kv_cache.block_ids(request),
-                first_logits_index=last_index,
-                new_request=NewRequestData(
-                    request.num_prompt_tokens,
-                    request.sampling_params,
-                    request.seed,
-                    request.eos_token_ids,
-                    request.rope_variant,
-                    bad_word_ids=request.bad_word_ids,
-                ),
-            )
+            scheduled[request.request_id] = self._as_new(request, num_new_tokens)
         return budget
+
+    def _as_new(self, request: Request, num_new_tokens: int) -> ScheduledRequest:
+        """For a runner that knows nothing of the request."""
+        self._untold.pop(request.request_id, None)
+        self._held_rows[request.request_id] = None
+        return ScheduledRequest(
+            request.request_id,
+            request.num_computed_tokens,
+            num_new_tokens,
+            new_token_ids=tuple(request.token_ids),
+            new_block_ids=self.kv_cache.block_ids(request),
+            first_logits_index=len(request.token_ids) - 1,
+            num_samples=request.num_samples,
+            new_request=NewRequestData(
+                request.num_prompt_tokens,
+                request.sampling_params,
+                request.seed,
+                request.eos_token_ids,
+                request.rope_variant,
+                bad_word_ids=request.bad_word_ids,
+                sample_index=request.sample_index,
+            ),
+        )
+
+    def _num_free_seqs(self) -> int:
+        """Rows that nobody has and no group of beams is about to take."""
+        num_missing = sum(group.num_missing for group in self._groups.values())
+        return self.max_num_seqs - len(self.running) - num_missing
+
+    def _num_seqs(self, request: Request) -> int:
+        """Rows that must be free for one that waits."""
+        group = self._groups.get(request.family_id) if self._groups else None
+        return 1 if group is None else group.search.width
 
     def _num_blocks_to_come(self) -> int:
         """Blocks to leave free for those that run."""
@@ -234,14 +281,27 @@ class Scheduler:
         return sum(map(self._num_blocks_ahead, self.running))
 
     def _num_blocks_ahead(self, request: Request) -> int:
-        """That the request is expected to take yet, besides those of its present tokens; at least one."""
-        num_tokens, block_size = len(request.token_ids), self.kv_cache.block_size
-        num_to_come = self._outlook.num_output_tokens(request) - request.num_output_tokens
-        return max(1, -(-(num_tokens + num_to_come) // block_size) - -(-num_tokens // block_size))
+        return self._outlook.num_blocks_ahead(request, self.kv_cache.block_size)
+
+    def _num_own_blocks_ahead(self, request: Request) -> int:
+        """To find free, besides those of its present tokens, for one that waits while others run."""
+        num_seqs, num_ahead = self._num_seqs(request), 0
+        if self.policy.plans_ahead:
+            num_ahead = self._num_blocks_ahead(request)
+            num_seqs = max(num_seqs, min(request.num_samples, self._num_free_seqs()))
+        if num_seqs > 1 and request.num_samples == 0:  # beams branch without being asked again
+            num_tokens = self._groups[request.family_id].num_tokens_to_branch
+            num_ahead = max(num_ahead, 1 + num_tokens // self.kv_cache.block_size)
+        return num_seqs * num_ahead
 
     def _preempt_victim(self, scheduled: dict[str, ScheduledRequest]) -> int:
         """Preempts the policy's choice, and drops it from the plan; returns the tokens it had been given there."""
-        candidates = self.running[1:]  # the first is never preempted: something always advances
+        first = self.running[0]  # is never preempted, nor are the beams beside it: something always advances
+        candidates = [
+            request
+            for request in self.running[1:]
+            if request.num_samples or not first.family_id or request.family_id != first.family_id
+        ]
         if not candidates:
             raise RuntimeError(f"one request alone finds no free block: {self.dump()}")
         victim = max(candidates, key=self.policy.victim_key)
@@ -252,9 +312,21 @@ class Scheduler:
         return num_tokens
 
     def _preempt(self, victim: Request) -> list[Request]:
-        """Makes the victim wait again, and all who counted on blocks that it does not compute now; returns them."""
-        preempted = [victim, *self.kv_cache.withdraw(victim)]
+        """Makes the victim wait again, and all who counted on blocks that it does not compute now; returns them.
+
+        A beam takes the others of its group along: a new trunk waits for all of them.
+        """
+        preempted, groups = [victim], {}
         for request in preempted:
+            others = self.kv_cache.withdraw(request)
+            if not request.num_samples:
+                groups[request.family_id] = group = self._groups[request.family_id]
+                others += [beam for beam in group.beams if beam.status is RequestStatus.RUNNING]
+            preempted += [other for other in others if other not in preempted]
+        for request in preempted:
+            if not request.num_samples:
+                self._drop_beam(request)
+                continue
             self.running.remove(request)
             self._release(request)
             request.num_computed_tokens = 0
@@ -262,7 +334,150 @@ class Scheduler:
             request.status = RequestStatus.PREEMPTED
             self.stats.num_preemptions += 1
             self._wait(request)
+        for group in groups.values():
+            group.first.num_preemptions += 1
+            self.stats.num_preemptions += 1
+            self._plant(group)
         return preempted
+
+    # Several outputs
+
+    def _open_family(self, first: Request) -> None:
+        """Makes the samples, of which the first will wait."""
+        if not self.kv_cache.enable_prefix_caching:
+            first.shares_blocks = True
+            first.extra_keys = (*first.extra_keys, f"samples of {first.arrival}")
+        family = self._families[first.request_id] = SampleFamily.of(first)
+        for sample in family.unstarted:
+            sample.arrival = self._num_arrivals
+            self._num_arrivals += 1
+            assert sample.request_id not in self.requests
+            self.requests[sample.request_id] = sample
+        self._let_lead(first, family)
+
+    def _let_lead(self, sample: Request, family: SampleFamily) -> None:
+        """The sample is the next to compute the prompt's last token; it draws for others too."""
+        sample.num_samples = min(1 + len(family.unstarted), self.max_num_seqs)
+
+    def _start_samples(
+        self, leader: Request, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs], append_token: AppendToken
+    ) -> int:
+        """Samples that have not begun take the tokens that were drawn for them, as long as there is room to go on, and
+        fork; of the rest the first waits. Returns how many began."""
+        family = self._families[leader.family_id]
+        leader.num_samples = 1
+        num_started, num_spare = 0, self._num_blocks_to_come()
+        for token_id, entry in zip(sampled[1:], logprobs[1:] or repeat(None)):  # noqa: B905
+            sample = family.unstarted[0]
+            num_spare += 1 + (self._num_blocks_ahead(sample) if self.policy.plans_ahead else 1)
+            has_room = self._num_free_seqs() > 0 and num_spare <= self.kv_cache.pool.num_free
+            if not has_room and sample.max_output_tokens > 1:
+                break
+            family.unstarted.popleft()
+            num_started += 1
+            sample.num_computed_tokens = sample.num_prompt_tokens
+            sample.block_hashes = list(leader.block_hashes)
+            if append_token(sample, token_id, entry):
+                self._end(sample)
+            else:
+                self._fork(leader, sample)
+        if family.unstarted:
+            sample = family.unstarted.popleft()
+            self._let_lead(sample, family)
+            self._wait(sample)
+        return num_started
+
+    def _fork(self, parent: Request, child: Request) -> bool:
+        """False, and nothing done, if there is no block for it."""
+        if not self.kv_cache.fork(parent, child):
+            return False
+        child.status = RequestStatus.RUNNING
+        self.requests[child.request_id] = child
+        self._untold[child.request_id] = len(child.token_ids)
+        insort(self.running, child, key=self.policy.admission_key)
+        return True
+
+    def _plant(self, group: BeamGroup) -> None:
+        trunk = group.plant()
+        self.requests[trunk.request_id] = trunk
+        self._wait(trunk)
+
+    def _advance_beams(self) -> None:
+        """Chooses the next beams of the groups whose results are all there, and ends the groups that are finished."""
+        for group in tuple(self._groups.values()):
+            if not group.is_ready:
+                continue
+            going_on, dropped = group.branch()
+            if group.search.is_finished:
+                group.finish()
+                self.stats.num_output_tokens += sum(request.num_output_tokens for request in group.first.samples)
+                self._end_group(group)
+                continue
+            for beam in dropped:
+                self._drop_beam(beam)
+            self._untold.update((beam.request_id, num_tokens) for beam, num_tokens in going_on)
+
+    def _fork_beams(self) -> bool:
+        """Gives the chosen beams their blocks; returns whether somebody was preempted for that.
+
+        Each beam that was dropped has left a block for the copy that a fork takes, so only a trunk that branches ever
+        finds too few.
+        """
+        has_preempted = False
+        branching = [group for group in self._groups.values() if group.forks]
+        for group in sorted(branching, key=lambda group: self.policy.admission_key(group.first)):
+            while group.forks:  # none is left where the group itself was preempted
+                if self._fork(*group.forks[0]):
+                    del group.forks[0]
+                else:
+                    self._preempt_victim({})
+                    has_preempted = True
+        return has_preempted
+
+    def _drop_beam(self, beam: Request) -> None:
+        """One that runs."""
+        beam.status = RequestStatus.FINISHED
+        del self.requests[beam.request_id]
+        self.running.remove(beam)
+        self._release(beam)
+
+    def _end_group(self, group: BeamGroup) -> None:
+        for beam in group.beams:
+            if beam.status is RequestStatus.RUNNING:
+                self._drop_beam(beam)
+            elif beam.request_id in self.requests:  # a trunk that waits
+                beam.status = RequestStatus.FINISHED
+                del self.requests[beam.request_id]
+        self._end(group.first)
+        del self._groups[group.first.request_id]
+
+    def _end_all_of(self, added: Request, error: RequestError | None) -> None:
+        """Ends whatever has not ended of a request that was added; without an error it is aborted."""
+        group, family = self._groups.get(added.request_id), self._families.get(added.request_id)
+        members, unstarted = [added], set()
+        if family is not None:
+            members, unstarted = family.open_samples, set(family.unstarted)
+            family.unstarted.clear()
+        waiting = [r for r in (group.beams[:1] if group is not None else members) if r not in unstarted]
+        waiting = [request for request in waiting if request.status is not RequestStatus.RUNNING]
+        for request in waiting:
+            self.kv_cache.stop_expecting(request)
+        if error is not None:
+            added.error = error
+        for request in members:
+            request.finish_reason = "abort" if error is None else "error"
+        if group is None:
+            for request in members:
+                self._end(request)
+        else:
+            if error is None:
+                group.finish()
+            self._end_group(group)
+        self._num_aborted_waiting += len(waiting)
+        if 2 * self._num_aborted_waiting > len(self._waiting):
+            self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
+            heapq.heapify(self._waiting)
+            self._num_aborted_waiting = 0
 
     # Its results
 
@@ -285,7 +500,13 @@ class Scheduler:
                 continue  # failed, or counted on one that failed
             if not sampled:
                 request.num_computed_tokens += scheduled.num_new_tokens
+                if not scheduled.num_samples and logprobs and logprobs[i]:
+                    self._groups[request.family_id].take(request, logprobs[i][0])
                 continue
+            if scheduled.num_samples > 1:
+                entries = logprobs[i] if logprobs else ()
+                num_output_tokens += self._start_samples(request, sampled, entries, append_token)
+                sampled = sampled[:1]
             is_ended = False
             for token_id, entry in zip(sampled, (logprobs and logprobs[i]) or no_logprobs):  # noqa: B905
                 is_ended = append_token(request, token_id, entry)
@@ -295,6 +516,8 @@ class Scheduler:
             request.num_computed_tokens = len(request.token_ids) - 1  # drafts that were rejected are behind it
             if is_ended:
                 self._end(request)
+        if self._groups:
+            self._advance_beams()
         self.stats.num_output_tokens += num_output_tokens
         self.stats.num_running = len(self.running)
         self.stats.num_waiting = len(self.requests) - len(self.running)
@@ -302,12 +525,16 @@ class Scheduler:
     def _fail_requests(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Ends those that failed; whoever counted on blocks of theirs computes again, and is not judged now."""
         for scheduled, is_finite in zip(plan.scheduled, result.is_finite, strict=True):
-            request = self.requests[scheduled.request_id]
-            error = result.errors.get(request.request_id)
-            if (error is None and is_finite) or request.status is not RequestStatus.RUNNING:
+            request = self.requests.get(scheduled.request_id)
+            error = result.errors.get(scheduled.request_id)
+            if (error is None and is_finite) or request is None or request.status is not RequestStatus.RUNNING:
                 continue
-            for dependant in self.kv_cache.withdraw(request):
-                self._preempt(dependant)
+            name = request.family_id
+            members = [member for member in self.running if member is request or (name and member.family_id == name)]
+            for member in members:
+                for dependant in self.kv_cache.withdraw(member):
+                    if dependant.status is RequestStatus.RUNNING:
+                        self._preempt(dependant)
             if error is None:
                 self.kv_cache.forget(request)
                 text = f"the logits after token {len(request.token_ids)} hold NaN or infinity: {NON_FINITE_ADVICE}"
@@ -317,51 +544,46 @@ class Scheduler:
 
     # Shared by both
 
-    def _check(self, request: Request) -> RequestError | None:
-        """Why the request can never run, if so."""
-        num_tokens, limit = request.num_prompt_tokens, self.max_model_len
-        if num_tokens == 0:
-            return RequestError("empty_prompt", "the prompt has no tokens", index=request.prompt_index)
-        if num_tokens > limit:
-            text = f"{num_tokens:,} tokens exceed max_model_len {limit:,} by {num_tokens - limit:,}"
-            return RequestError("prompt_too_long", text, index=request.prompt_index)
-        if num_tokens == limit and request.max_output_tokens > 0:
-            text = f"{num_tokens:,} tokens leave no room for an output token: max_model_len is {limit:,}"
-            return RequestError("prompt_too_long", text, index=request.prompt_index)
-        if num_tokens > self.kv_cache.num_slots:
-            text = f"{num_tokens:,} tokens never fit: the KV cache holds {self.kv_cache.num_slots:,}"
-            return RequestError("never_fits", text, index=request.prompt_index)
-        return None
-
     def _wait(self, request: Request) -> None:
         heapq.heappush(self._waiting, (self.policy.admission_key(request), request.arrival, request))
         if self.policy.plans_ahead:
             self.kv_cache.expect(request)
 
     def _end(self, request: Request) -> None:
-        """Lets go of a request whose finish_reason is set; it is kept in `ended` for the caller."""
+        """Lets go of a request whose finish_reason is set; what was added is kept in `ended` for the caller, once the
+        last of its samples is here."""
         was_running = request.status is RequestStatus.RUNNING
         if request.finish_reason in ("stop", "length"):
             self._outlook.learn(request)
         request.status = RequestStatus.FINISHED
-        request.num_steps = self.stats.num_steps - request.first_step
-        self.ended.append(request)
+        family = self._families.get(request.family_id) if request.family_id else None
+        added: Request | None = request
+        if family is not None:
+            family.num_open -= 1
+            added = None if family.num_open else family.first
+        if added is not None:
+            added.num_steps = self.stats.num_steps - added.first_step
+            self.ended.append(added)
+            self.stats.count_end(added.finish_reason if added.error is None else "error")
+            self._families.pop(added.request_id, None)
         del self.requests[request.request_id]
         if was_running:
             self.running.remove(request)
             self._release(request)
-        self.stats.count_end(request.finish_reason)
 
     def _release(self, request: Request) -> None:
         """Gives the blocks back, and the runner's row with the next plan."""
         self.kv_cache.free(request)
-        self._released.append(request.request_id)  # first: `emptied` must know of the row at every moment
-        del self._held_rows[request.request_id]
+        self._untold.pop(request.request_id, None)
+        if request.request_id in self._held_rows:  # else it forked and never reached the runner
+            self._released.append(request.request_id)  # first: `emptied` must know of the row at every moment
+            del self._held_rows[request.request_id]
 
     def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
-        if request.num_preemptions == 0:
-            request.first_step = self.stats.num_steps
-            request.num_cached_tokens = num_cached_tokens
+        if request.num_preemptions == 0 and request.sample_index == 0:
+            added = self.find(request.family_id) or request
+            added.first_step = self.stats.num_steps
+            added.num_cached_tokens = num_cached_tokens
             self.stats.num_prompt_tokens += request.num_prompt_tokens
             self.stats.num_cached_tokens += num_cached_tokens
 

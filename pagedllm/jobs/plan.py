@@ -49,7 +49,8 @@ class JobPlan:
     num_prompt_tokens: int  # of the rows to run
     num_equal_tokens: int  # prompt tokens of rows that are equal to one
     num_shared_tokens: int  # prompt tokens that stand in another prompt before, so that the prefix cache can have them
-    max_output_tokens: int  # of all rows to run together
+    num_samples: int  # of these rows: more where a row asks for several outputs that differ
+    max_output_tokens: int  # of all of them together
     num_blocks_wanted: int  # by all rows at once, each shared block once, with outputs as long as expected
     num_blocks: int
     bytes_per_block: int
@@ -63,7 +64,7 @@ class JobPlan:
 
     @property
     def work(self) -> Work:
-        return Work(self.num_to_run, self.num_new_tokens, self.max_output_tokens)
+        return Work(self.num_samples, self.num_new_tokens, self.max_output_tokens)
 
     def seconds(self, output_share: float) -> float | None:
         """How long it takes if outputs take this share of their limits; None where nothing was measured."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import plan_order
-from pagedllm.jobs.journal import CUT, ERROR, Journal
+from pagedllm.jobs.continuation import cut_state
+from pagedllm.jobs.journal import CUT, ERROR, UNKNOWN_TOKENS, Journal
 from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
+from pagedllm.jobs.options import Retry
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
@@ -64,6 +66,7 @@ class Window:
     tokens: TokenStore
     positions: array[int] = field(default_factory=lambda: array("i"))  # of the rows in the table
     max_output_tokens: array[int] = field(default_factory=lambda: array("i"))
+    num_samples: array[int] = field(default_factory=lambda: array("i"))  # that run for the row
     params: list[SamplingParams | str] = field(default_factory=list)  # the row's own as JSON, where they are many
     order: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # to run, as indices of the above
     num_rows: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # with this id, for each
@@ -78,6 +81,7 @@ class Finished:
     id: bytes
     output: RequestOutput
     num_rows: int
+    cut: list[int] = field(default_factory=list)  # what --retry cut goes on from
 
 
 class PlannedWork:
@@ -89,7 +93,7 @@ class PlannedWork:
         report: JobReport,
         finish: Callable[[list[Finished]], None],
         *,
-        retries_failed: bool,
+        retries: Retry | None,
         note_failed: Callable[[int], None],
         tell_scanned: Callable[[RowTable, Window], None],
         folder: Path | None,
@@ -102,7 +106,7 @@ class PlannedWork:
         self._journal = journal
         self._report = report
         self._finish = finish
-        self._retries_failed = retries_failed
+        self._retries = retries
         self._note_failed = note_failed
         self._tell_scanned = tell_scanned
         self._folder = folder
@@ -124,7 +128,7 @@ class PlannedWork:
                 for request in ended:
                     name, num_rows = self._in_flight.pop(request.prompt_index)
                     output = RequestOutput.of_request(request, None, None, token_text)
-                    finished.append(Finished(name, output, num_rows))
+                    finished.append(Finished(name, output, num_rows, cut_state(request)))
                 if finished:
                     self._finish(finished)
                 yield
@@ -134,7 +138,8 @@ class PlannedWork:
         window, assembly = self._open_window(), self._assembly
         order, num_rows = window.order, window.num_rows
         lengths = window.tokens.num_bytes() // TOKEN_BYTES
-        limits = np.asarray(window.max_output_tokens, np.int64)
+        num_samples = np.asarray(window.num_samples, np.int64)
+        limits = np.asarray(window.max_output_tokens, np.int64) * num_samples
         num_wanted = int((lengths + limits * EXPECTED_SHARE)[order].sum()) - window.num_shared_tokens
         plan = JobPlan(
             engine=assembly.info,
@@ -147,6 +152,7 @@ class PlannedWork:
             num_prompt_tokens=int(lengths[order].sum()),
             num_equal_tokens=int((lengths[order] * (num_rows[order] - 1)).sum()),
             num_shared_tokens=window.num_shared_tokens,
+            num_samples=int(num_samples[order].sum()),
             max_output_tokens=int(limits[order].sum()),
             num_blocks_wanted=len(order) + num_wanted // assembly.block_size,
             num_blocks=assembly.num_blocks,
@@ -182,10 +188,16 @@ class PlannedWork:
         position = window.positions[index]
         row, name = self.table.rows[position], self.table.id_at(position)
         self._in_flight[row] = name, int(window.num_rows[index])
-        request = self._reader.build(row, window.tokens.token_ids(index), params, name)
+        cut = self._cut(name) if self._retries == "cut" else ()
+        request = self._reader.build(row, window.tokens.token_ids(index), params, name, cut)
         request.rank = self._num_built
         self._num_built += 1
         return request
+
+    def _cut(self, name: bytes) -> Sequence[int]:
+        """What the journal has of a row that a length ended."""
+        line = int(self._journal.find([name])[0])
+        return (self._journal.cut_at(line) if line >= 0 else None) or ()
 
     def _open_window(self) -> Window:
         """The one under way, or the next."""
@@ -240,6 +252,7 @@ class PlannedWork:
             window.positions.append(len(self.table.rows) - 1)
             window.tokens.append(ready.encoded.token_ids)
             window.max_output_tokens.append(self._reader.max_output_tokens(ready))
+            window.num_samples.append(ready.params.num_samples)
             window.params.append(self._kept_params(ready))
             if not self._first_prompt:
                 self._first_prompt = ready.encoded.text or self._text_of(ready.encoded.token_ids)
@@ -262,10 +275,12 @@ class PlannedWork:
             ending, done = endings[i], is_there[i]
             if done and ready.params is not None:
                 if ending == ERROR:
-                    done = not self._retries_failed
+                    done = self._retries != "failed"
                 else:
                     limit = self._reader.max_output_tokens(ready)
-                    done = num_tokens[i] == limit if ending == CUT else num_tokens[i] <= limit
+                    done = num_tokens[i] <= limit
+                    if ending == CUT and num_tokens[i] != limit:
+                        done = num_tokens[i] == UNKNOWN_TOKENS and self._retries != "cut"
             is_done.append(done)
             num_failed += done and ending == ERROR
             num_cut += done and ending == CUT

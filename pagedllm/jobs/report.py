@@ -118,9 +118,10 @@ class JobReport:
             if len(self.failed_rows) < NUM_FAILED:
                 self.failed_rows.append(FailedRow(output.index, row_id, error.code, error.message))
             return
-        completion, metrics = output.outputs[0], output.metrics
-        num_prompt, num_output = len(output.prompt_token_ids), len(completion.token_ids)
-        self.num_cut += num_rows if completion.finish_reason == "length" else 0
+        outputs, metrics = output.outputs, output.metrics
+        num_prompt, num_output = len(output.prompt_token_ids), sum(len(one.token_ids) for one in outputs)
+        reasons = [one.finish_reason or "" for one in outputs]
+        self.num_cut += num_rows if "length" in reasons else 0
         self.num_prompt_tokens += num_prompt
         self.num_completion_tokens += num_output
         self.num_cached_tokens += output.num_cached_tokens
@@ -128,11 +129,13 @@ class JobReport:
         self.output_lengths.add(num_output, num_rows)
         if metrics is None or self.log is None:
             return
-        self.ended.add(num_output, metrics.max_output_tokens, completion.finish_reason)
+        for completion in outputs[: metrics.num_samples]:
+            self.ended.add(len(completion.token_ids), metrics.max_output_tokens, completion.finish_reason)
         seconds = self.log.seconds_since(metrics.num_steps)
         self.latencies.add(seconds, num_rows)
-        text = (completion.text or "")[:MAX_TEXT]
-        row = SlowRow(seconds, output.index, row_id, num_prompt, num_output, completion.finish_reason or "", text)
+        text = (outputs[0].text or "")[:MAX_TEXT]
+        reason = ", ".join(dict.fromkeys(reasons))
+        row = SlowRow(seconds, output.index, row_id, num_prompt, num_output, reason, text)
         (heapq.heappush if len(self._slowest) < NUM_SLOWEST else heapq.heappushpop)(self._slowest, row)
 
     def count_resumed(self, num_rows: int, num_failed: int, num_cut: int) -> None:

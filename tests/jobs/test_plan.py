@@ -8,8 +8,8 @@ import os
 import pytest
 
 from pagedllm import LLM
+from pagedllm.jobs.opening import open_job
 from pagedllm.jobs.plan import JobPlan, Speed, duration
-from pagedllm.jobs.runner import open_job
 from tests.fake_assembly import fake_assemble
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
@@ -111,6 +111,7 @@ def test_the_text_for_people():
         num_prompt_tokens=40_000,
         num_equal_tokens=990,
         num_shared_tokens=10_000,
+        num_samples=1000,
         max_output_tokens=256_000,
         num_blocks_wanted=11_000,
         num_blocks=1024,

@@ -42,6 +42,7 @@ PLAN = JobPlan(
     num_prompt_tokens=9000,
     num_equal_tokens=0,
     num_shared_tokens=0,
+    num_samples=1500,
     max_output_tokens=9000,
     num_blocks_wanted=1500,
     num_blocks=1024,
