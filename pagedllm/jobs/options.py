@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedllm.jobs.prompting import PromptForm
-from pagedllm.jobs.result_form import ResultForm
+from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
 from pagedllm.sampling_params import SamplingParams, is_int
 
 IfExists = Literal["resume", "overwrite", "fail"]
@@ -55,7 +55,7 @@ class JobOptions:
         if self.retry is not None and self.if_exists != "resume":
             raise ValueError(f"retry={self.retry!r} continues a job: it needs if_exists='resume'")
         self._verify_texts()
-        SamplingParams.from_json(self.sampling_params)
+        refuse_prompt_logprobs(SamplingParams.from_json(self.sampling_params))
         self.result_form()
 
     def _verify_texts(self) -> None:
