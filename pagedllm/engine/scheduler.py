@@ -355,8 +355,8 @@ class Scheduler:
         self._let_lead(first, family)
 
     def _let_lead(self, sample: Request, family: SampleFamily) -> None:
-        """The sample is the next to compute the prompt's last token; it draws for others too."""
-        sample.num_samples = min(1 + len(family.unstarted), self.max_num_seqs)
+        """The sample is the next to compute the prompt's last token; it draws for others too, if any are left."""
+        sample.num_samples = min(1 + len(family.unstarted), max(self.max_num_seqs, 2))
 
     def _start_samples(
         self, leader: Request, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs], append_token: AppendToken

@@ -218,6 +218,15 @@ def test_random_settings_arrivals_and_aborts_change_nothing_for_the_others(
                 assert output == whole[: len(output)]
 
 
+def test_one_seq_runs_one_sample_after_the_other() -> None:
+    engine, runner = make_engine(1000, 4, max_num_seqs=1)
+    request = make_sampled("r", [1, 2, 3], 4, 6)
+    run_all(engine, [request])
+    assert outputs_of(request) == expected_samples(make_sampled("r", [1, 2, 3], 4, 6))
+    assert {len(plan.scheduled) for plan in runner.plans} == {1}
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 20])
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_any_n_against_four_seqs_gives_n_outputs_in_order_and_computes_the_prompt_once(n: int, is_cached: bool) -> None:
