@@ -228,11 +228,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         on_error: OnError = "raise",
     ) -> RequestOutputs:
-        """The likeliest outputs that beam search finds: one RequestOutput per prompt, of beam_width outputs, best first.
+        """The likeliest outputs that beam search finds: one RequestOutput per prompt, beam_width outputs each.
 
-        Each has `cumulative_logprob` and `score`. The search is that of transformers' `generate(num_beams=...)`; all
-        beams of all prompts advance together. The rest is as in `generate`; beams of which no pool of this size can
-        hold all at their full length are a RequestError("never_fits").
+        They come best first, with `cumulative_logprob` and `score`. The search is that of transformers'
+        `generate(num_beams=...)`; all beams of all prompts advance together. The rest is as in `generate`; beams that
+        the KV cache can never hold all at their full length are a RequestError("never_fits").
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {type(params).__name__}")

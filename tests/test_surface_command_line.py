@@ -213,6 +213,14 @@ def test_the_inputs_fields_come_in_order_then_always_the_same_columns_of_one_typ
     assert [row["error"].partition(": ")[0] for row in job.rows] == ["", "prompt_too_long", "invalid_json_line"]
 
 
+def test_prompt_logprobs_have_no_column_and_are_refused(job):
+    job.write({"prompt": "a", "sampling_params": {"prompt_logprobs": 1}}, {"prompt": "b"})
+    assert job(*GREEDY, "--prompt-logprobs", 1) == 2
+    assert "prompt_logprobs" in job.err[-1]
+    assert job(*GREEDY) == 3
+    assert [row["error"].partition(":")[0] for row in job.rows] == ["unsupported", ""]
+
+
 def test_row_counts_in_the_whole_input_also_under_shard_and_limit(job):
     job.write(*({"prompt": str(i)} for i in range(9)))
     assert job(*GREEDY, "--limit", 7, "--shard", "2/3") == 0
@@ -356,6 +364,7 @@ def test_a_foreign_file_is_refused_and_overwritten_on_request_only(job):
         (["--top-k", 3], "top_k: 'unset' -> 3"),
         (["--max-tokens", 9], "max_tokens: 4 -> 9; it may grow with --retry cut"),
         (["--chat"], "chat: False -> True"),
+        (["--shard", "2/3"], "shard: [1, 1] -> [2, 3]"),
         (["--template", "{prompt}!"], "template: None -> '{prompt}!'"),
         (["--chat-template", "x"], "model: "),
     ],

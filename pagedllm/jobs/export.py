@@ -95,7 +95,7 @@ def _unfinished(files: JobFiles, is_openai: bool) -> tuple[int, Chunks, list[str
 
 
 def _source(manifest: Mapping[str, Any]) -> Source:
-    return Source(manifest["input_path"], limit=manifest["limit"], shard=tuple(manifest["shard"]))
+    return Source(manifest["input_path"], limit=manifest["limit"], shard=tuple(manifest["job"]["shard"]))
 
 
 def _unchanged_input(manifest: Mapping[str, Any]) -> list[str] | None:

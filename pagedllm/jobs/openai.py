@@ -17,10 +17,10 @@ from pagedllm.errors import RequestError
 from pagedllm.jobs.formats import JobRefused, LineError, Row, parse_object
 from pagedllm.jobs.keys import EqualRows, hashed
 from pagedllm.jobs.openai_answers import CHAT, COMPLETIONS, answer_line, recovered
-from pagedllm.jobs.result_form import ResultForm
+from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
 from pagedllm.outputs import RequestOutput
 from pagedllm.prompts import Prompt, brief, check_conversation
-from pagedllm.sampling_params import is_int
+from pagedllm.sampling_params import SamplingParams, is_int
 
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset(
@@ -79,6 +79,10 @@ class OpenAILines:
             return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))), raw=raw)
         except RequestError as error:
             return Row(index, Prompt(error=error), raw=raw)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises RequestError for what the answer could not hold."""
+        refuse_prompt_logprobs(params)
 
     def values(self, output: RequestOutput) -> dict[str, Any]:
         """The columns of a result: lists where the line asked for several outputs, logprobs where it asked for them."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.report_page import check_report_path
-from pagedllm.jobs.result_form import ResultForm
+from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
 from pagedllm.sampling_params import SamplingParams, is_int
 
 IfExists = Literal["resume", "overwrite", "fail"]
@@ -61,7 +61,7 @@ class JobOptions:
         if self.report is not None:
             check_report_path(os.fspath(self.report))
         self._verify_texts()
-        SamplingParams.from_json(self.sampling_params)
+        refuse_prompt_logprobs(SamplingParams.from_json(self.sampling_params))
         self.result_form()
 
     def _verify_texts(self) -> None:

@@ -170,6 +170,12 @@ class JobReport:
         engine = self.engine
         return self.log.limits(engine["max_num_batched_tokens"], engine["max_num_seqs"], self.num_blocks)
 
+    def _repr_html_(self) -> str:
+        """The report itself, where a notebook shows it; no texts."""
+        from pagedllm.jobs.report_page import as_fragment
+
+        return as_fragment(self)
+
     def to_dict(self, *, has_texts: bool = False) -> dict[str, Any]:
         """Plain values for JSON. has_texts: outputs of the slowest rows, messages of the failed ones."""
         log = self.log

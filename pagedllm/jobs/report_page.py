@@ -66,8 +66,13 @@ def as_markdown(report: JobReport, *, has_texts: bool = False) -> str:
 
 
 def as_html(report: JobReport, *, has_texts: bool = False) -> str:
+    return f"{HEAD}<h1>Report of a job</h1>\n{as_fragment(report, has_texts=has_texts)}</body>\n</html>\n"
+
+
+def as_fragment(report: JobReport, *, has_texts: bool = False) -> str:
+    """What stands on the page, for a notebook."""
     (title, names, rows), *others = _tables(report, has_texts)
-    parts = [HEAD, "<h1>Report of a job</h1>\n", _html_table(title, names, rows)]
+    parts = [_html_table(title, names, rows)]
     if has_charts():
         parts.append('<h2>Charts</h2>\n<div class="charts">\n')
         parts += [
@@ -78,7 +83,7 @@ def as_html(report: JobReport, *, has_texts: bool = False) -> str:
     else:
         parts.append(f"<p>{html.escape(NO_CHARTS)}</p>\n")
     parts += [_html_table(*table) for table in others]
-    return "".join([*parts, "</body>\n</html>\n"])
+    return "".join(parts)
 
 
 def _tables(report: JobReport, has_texts: bool) -> list[tuple[str, list[str], list[list[str]]]]:

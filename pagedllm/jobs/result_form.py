@@ -95,7 +95,8 @@ class ResultForm:
         return next((name for name in columns if name in names and (self.keep is None or name in self.keep)), None)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises RequestError where a row's own parameters would give columns of another type."""
+        """Raises RequestError where a row's own parameters would give columns of another type, or none."""
+        refuse_prompt_logprobs(params)
         for name, value, wanted in (("n", params.n, self.n), ("logprobs", params.logprobs, self.logprobs)):
             if value != wanted:
                 text = f"{name}={value} in a row, {wanted} in the job: all rows of a file have the same columns, pass "
@@ -132,6 +133,12 @@ class ResultForm:
         if self.keep is None:
             return raw
         return "{" + ", ".join(text for name, text in _fields(raw) if name in self.keep) + "}"
+
+
+def refuse_prompt_logprobs(params: SamplingParams) -> None:
+    """Raises RequestError: there is no column for them."""
+    if params.prompt_logprobs is not None:
+        raise RequestError("unsupported", "prompt_logprobs are not written to files", field="prompt_logprobs")
 
 
 def _completed(output: CompletionOutput) -> dict[str, Any]:

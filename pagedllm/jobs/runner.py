@@ -202,7 +202,7 @@ class Job:
             self._rows.parse,
             config.seed,
             defaults,
-            check_params=self._form.check_params if self._openai is None else lambda params: None,
+            check_params=self._form.check_params if self._openai is None else self._openai.check_params,
             clock=lambda: datetime.fromtimestamp(self._created),
             on_first_text=hint,
         )
@@ -314,7 +314,6 @@ class Job:
             "lines": "plain" if self._openai is None else "openai",
             "input_path": self._source.input,
             "limit": options.limit,
-            "shard": options.shard,
             "order": options.order,
             "form": self._form.settings(),
             "is_mixed": before.get("is_mixed", False),
@@ -357,6 +356,7 @@ def job_of(
         **assembly.numerics,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
         "prompts": options.prompt_form().settings(),
+        "shard": options.shard,
     }
     values: dict[str, Any] = json.loads(json.dumps(job))
     return values

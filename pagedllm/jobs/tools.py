@@ -77,7 +77,7 @@ def _openai_places(shards: Sequence[str], files: Sequence[BinaryIO], manifests: 
             raise ValueError(f"{shards[number]}: no finished OpenAI batch has its manifest beside it")
         if manifest["order"] != "input":
             raise ValueError(f"{shards[number]}: its lines are in the order of completion: run it with --order input")
-        (first, step), offset = manifest["shard"], 0
+        (first, step), offset = manifest["job"]["shard"], 0
         for line_number, line in enumerate(file):
             places.append((line_number * step + first - 1, number, offset))
             offset += len(line)

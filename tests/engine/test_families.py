@@ -27,6 +27,7 @@ from tests.engine.fakes import (
     reference_tokens,
     run_all,
 )
+from tests.engine.test_interrupts import interrupt_at
 
 POLICIES: list[Policy] = [FCFSPolicy(), PriorityPolicy(), OfflinePolicy()]
 
@@ -216,6 +217,15 @@ def test_random_settings_arrivals_and_aborts_change_nothing_for_the_others(
         elif request.beam_search is None:
             for output, whole in zip(outputs_of(request), expected_samples(twin), strict=True):
                 assert output == whole[: len(output)]
+
+
+def test_one_seq_runs_one_sample_after_the_other() -> None:
+    engine, runner = make_engine(1000, 4, max_num_seqs=1)
+    request = make_sampled("r", [1, 2, 3], 4, 6)
+    run_all(engine, [request])
+    assert outputs_of(request) == expected_samples(make_sampled("r", [1, 2, 3], 4, 6))
+    assert {len(plan.scheduled) for plan in runner.plans} == {1}
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 20])
@@ -418,6 +428,67 @@ def test_a_name_in_use_is_refused_until_all_samples_are_back() -> None:
     assert request.finish_reason == "stop"
     with pytest.raises(ValueError, match="request_id 'r' is in use"):
         engine.add_request(make_request("r", [1]))
+
+
+def make_interrupted() -> list[Request]:
+    """Samples that fork, wait and are preempted, beams that branch and are preempted, and one who shares a prefix."""
+    return [
+        make_sampled("s", [1] * 9, 5, 6, stop=["ab", "c"]),
+        make_beams("b", [1] * 9, 2, 7, eos_token_ids=(3, 4, 5)),
+        make_sampled("t", [1] * 8, 1, 6),
+    ]
+
+
+def interrupted_engine() -> EngineCore:
+    return make_engine(8, 4, max_num_seqs=3, max_num_batched_tokens=16)[0]
+
+
+def run_interrupted(point: int | None) -> int:
+    """Returns how many points there are. What is given back is whole or a beginning, and the next call is exact."""
+    engine, requests, returned = interrupted_engine(), make_interrupted(), list[Request]()
+
+    def run() -> None:
+        for request in requests:
+            engine.add_request(request)
+        while engine.has_unfinished_requests():
+            returned.extend(engine.step())
+
+    num_points, came = interrupt_at(point, run)
+    assert came == (point is not None)
+    given_back = engine.abort(["s", "b", "t"])
+    assert not {id(r) for r in given_back} & {id(r) for r in returned}
+    assert_idle(engine)
+    for request in requests:
+        if request.finish_reason is None:  # never reached the engine
+            assert request.output_token_ids == []
+            continue
+        assert all(sample.is_finished and sample.text is not None for sample in request.samples)
+        if request.beam_search is None:
+            for sample, whole in zip(request.samples, expected_samples(request), strict=True):
+                assert sample.output_token_ids == whole[: sample.num_output_tokens]
+        elif request.finish_reason != "abort":
+            assert beams_of(request) == expected_beams(request)
+    again, twins = make_interrupted(), make_interrupted()
+    run_all(engine, again)
+    assert beams_of(again[1]) == expected_beams(twins[1])
+    assert outputs_of(again[2]) == expected_samples(twins[2])
+    assert [len(request.samples) for request in again] == [5, 2, 1]
+    assert_idle(engine)
+    return num_points
+
+
+def test_an_interrupt_at_any_of_forty_points_leaves_nothing_behind() -> None:
+    num_points = run_interrupted(None)
+    for point in range(0, num_points, num_points // 40):
+        run_interrupted(point)
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_of_a_thousand_random_points_leaves_nothing_behind() -> None:
+    num_points, seed = run_interrupted(None), random.randrange(2**32)
+    print(f"seed {seed}")
+    for point in random.Random(seed).sample(range(num_points), 1000):
+        run_interrupted(point)
 
 
 def torn_engine(engine: EngineCore) -> list[Request]:
