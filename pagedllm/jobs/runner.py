@@ -31,6 +31,7 @@ from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import RowReader
 from pagedllm.jobs.source import Line, Source, find_inputs
 from pagedllm.jobs.stream import StreamWork
+from pagedllm.model.hub import find_cached
 from pagedllm.outputs import RESULT_COLUMNS, result_columns
 from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
@@ -357,7 +358,7 @@ def open_job(
 def job_of(assembly: Assembly, config: EngineConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What two runs must agree in so that one may continue the other."""
     job = {
-        "model": model_digest(config),
+        "model": model_digest(assembly.located),
         "seed": config.seed,
         **assembly.numerics,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
@@ -373,7 +374,8 @@ def _is_finished(files: JobFiles, input: str, options: JobOptions, config: Engin
         return False
     to_retry = {"failed": manifest["failed"], "cut": manifest["cut"], None: 0}[options.retry]
     job = manifest["job"]
-    if to_retry or (job["model"], job["seed"]) != (model_digest(config), config.seed):
+    located = find_cached(config)
+    if to_retry or located is None or (job["model"], job["seed"]) != (model_digest(located), config.seed):
         return False
     given = json.loads(json.dumps(dict(options.sampling_params)))
     if manifest["given"] != given or manifest["order"] != options.order:
