@@ -1,4 +1,4 @@
-"""The command line: `pagedllm run | status | merge | doctor | bench | --version`.
+"""The command line: `pagedllm run | status | merge | bench | doctor | cache | demo | --version`.
 
 stdout carries results only; notices, progress and summary go to stderr. Exit codes: 0 done, 1 could not run or finish,
 2 refused before any work, 3 rows failed, 130 and 143 interrupted. Arguments and files are checked before torch is
@@ -22,6 +22,7 @@ import pagedllm
 from pagedllm import flags
 from pagedllm.config import EngineConfig
 from pagedllm.errors import LibraryError, PagedLLMError
+from pagedllm.machine_commands import add_machine_commands
 
 if TYPE_CHECKING:
     from pagedllm.jobs.runner import Job
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagedllm", description="Offline batch inference of language models.")
     parser.add_argument("--version", action="version", version=f"pagedllm {pagedllm.__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | status | merge | doctor | bench")
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="run | status | merge | bench | doctor | cache | demo"
+    )
     run = commands.add_parser(
         "run",
         help="run a file of prompts",
@@ -68,8 +71,7 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     merge.add_argument("shards", nargs="+", metavar="SHARD")
     merge.add_argument("-o", "--output", required=True, metavar="OUT")
     merge.set_defaults(command=merge_command)
-    doctor = commands.add_parser("doctor", help="check this machine and the installation")
-    doctor.set_defaults(command=doctor_command, parser=doctor)
+    add_machine_commands(commands, complain)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")
     if "bench" in argv[:1]:
         from pagedllm.bench.cli import add_arguments
@@ -199,16 +201,6 @@ def merge_command(args: argparse.Namespace) -> int:
         return complain(error, REFUSED)
     print(f"pagedllm: {num_rows:,} rows in {args.output}", file=sys.stderr)
     return DONE
-
-
-def doctor_command(args: argparse.Namespace) -> int:
-    from pagedllm.doctor import examine
-
-    is_well = True
-    for finding in examine():
-        print(finding, flush=True)
-        is_well = is_well and finding.verdict != "fail"
-    return DONE if is_well else FAILED
 
 
 def bench_command(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from typing import IO
 
 import torch
 
+from pagedllm.model.cache_folder import cache_folder
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import GGUFHeader
 
@@ -36,10 +37,6 @@ SPARE_BYTES = 256 << 20  # left free on the disk
 ABANDONED_SECONDS = 3600  # a conversion this old was killed
 
 logger = logging.getLogger("pagedllm")
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("PAGEDLLM_CACHE") or Path.home() / ".cache" / "pagedllm")
 
 
 def convert_gguf(

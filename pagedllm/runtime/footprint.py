@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -14,11 +15,13 @@ from pagedllm.config import EngineConfig
 from pagedllm.errors import NotEnoughMemoryError
 from pagedllm.model.checkpoint import Checkpoint, Stored
 from pagedllm.model.decoder import weight_bytes
+from pagedllm.model.hub import locate
+from pagedllm.model.loader import open_checkpoint
 from pagedllm.model.registry import read_model_config
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.kv_cache import bytes_per_block
-from pagedllm.runtime.resolve import GIB
+from pagedllm.runtime.resolve import GIB, resolve_dtype
 from pagedllm.runtime.startup import choose_formats
 
 REQUEST_TOKENS = 2048  # of the one request that must fit beside the weights
@@ -63,6 +66,24 @@ def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, st
         num_tokens=longest,
         available=read_memory_limits().free,
     )
+
+
+def look_at(config: EngineConfig) -> tuple[Checkpoint, Footprint]:
+    """Reads the headers of a model only: nothing is converted. Raises as loading it would."""
+    found: list[tuple[Checkpoint, Footprint]] = []
+
+    def stop(checkpoint: Checkpoint, stored: Stored) -> None:
+        found.append((checkpoint, measure(config, dtype, checkpoint, stored)))
+        raise _EnoughError
+
+    dtype = resolve_dtype(config.dtype, config.kernels)
+    with contextlib.suppress(_EnoughError):
+        open_checkpoint(locate(config).model, config.load_format, config.gguf_file, dtype, check=stop)
+    return found[0]
+
+
+class _EnoughError(Exception):
+    """The headers have been seen."""
 
 
 def check_footprint(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> None:
