@@ -6,17 +6,19 @@ sizes. The only place where the two sides meet; torch is imported here, when a m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedllm.config import EngineConfig
 from pagedllm.engine.core import EngineCore
 from pagedllm.fingerprint import NUMERICS_VERSION
 from pagedllm.generation_defaults import GenerationDefaults, eos_token_ids
-from pagedllm.notices import Notices
+from pagedllm.notices import LOGGER, Notices
 from pagedllm.request_builder import RequestBuilder
 
 if TYPE_CHECKING:
@@ -52,21 +54,34 @@ def assemble(config: EngineConfig) -> Assembly:
     from pagedllm.runtime.footprint import check_footprint
     from pagedllm.runtime.resolve import resolve_dtype
     from pagedllm.runtime.startup import start
-    from pagedllm.tokenizer import Tokenizer
 
+    begin = time.perf_counter()
     dtype = resolve_dtype(config.dtype, config.kernels)
     located = locate(config)
     checkpoint = open_checkpoint(
         located.model, config.load_format, config.gguf_file, dtype, check=partial(check_footprint, config, dtype)
     )
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
-        loading = thread.submit(Tokenizer.from_folder, located.tokenizer or checkpoint.path)
+        loading = thread.submit(_load_tokenizer, located.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)
     try:
-        return _wire(config, located, checkpoint.generation_config, loading.result(), runtime)
+        tokenizer, seconds = loading.result()
+        assembly = _wire(config, located, checkpoint.generation_config, tokenizer, runtime)
     except BaseException:
         runtime.close()
         raise
+    phases = {**runtime.seconds, "tokenizer": seconds}
+    told = ", ".join(f"{name} {took:.2f}" for name, took in phases.items())
+    LOGGER.info("ready after %.2f s: %s", time.perf_counter() - begin, told)
+    return assembly
+
+
+def _load_tokenizer(place: str | Path) -> tuple[Tokenizer, float]:
+    """With the seconds it took, most of them beside the weights."""
+    from pagedllm.tokenizer import Tokenizer
+
+    begin = time.perf_counter()
+    return Tokenizer.from_folder(place), time.perf_counter() - begin
 
 
 def _wire(

@@ -361,6 +361,9 @@ class LLM:
         if self._submitter is not None:
             self._submitter.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled: make one in each process; outputs and params can be")
+
     def __enter__(self) -> LLM:
         self._open()
         return self
