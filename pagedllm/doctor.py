@@ -130,7 +130,7 @@ def check_threads() -> Finding:
     from pagedllm.runtime.device import read_thread_limits
 
     limits = read_thread_limits()
-    quota = "none" if limits.quota is None else f"{limits.quota:g}"
+    quota = "none" if limits.quota is None else f"{limits.quota:.1f}"
     return Finding("ok", "threads", f"affinity {limits.affinity}, quota {quota} -> {limits.num_threads}")
 
 

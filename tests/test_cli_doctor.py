@@ -70,7 +70,7 @@ def test_nothing_that_needs_torch_is_tried_without_it(monkeypatch):
 
 def test_threads_tell_affinity_and_quota(monkeypatch):
     monkeypatch.setattr("pagedllm.runtime.device.read_thread_limits", lambda: ThreadLimits(8, 2.0))
-    assert doctor.check_threads().value == "affinity 8, quota 2 -> 2"
+    assert doctor.check_threads().value == "affinity 8, quota 2.0 -> 2"
 
 
 def test_little_memory_is_a_warning(monkeypatch):
