@@ -61,6 +61,7 @@ def assemble(config: EngineConfig) -> Assembly:
     checkpoint = open_checkpoint(
         located.model, config.load_format, config.gguf_file, dtype, check=partial(check_footprint, config, dtype)
     )
+    opened = time.perf_counter() - begin  # with a GGUF file's conversion, where that is made now
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
         loading = thread.submit(_load_tokenizer, located.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)
@@ -70,7 +71,7 @@ def assemble(config: EngineConfig) -> Assembly:
     except BaseException:
         runtime.close()
         raise
-    phases = {**runtime.seconds, "tokenizer": seconds}
+    phases = {"files": opened, **runtime.seconds, "tokenizer": seconds}
     told = ", ".join(f"{name} {took:.2f}" for name, took in phases.items())
     LOGGER.info("ready after %.2f s: %s", time.perf_counter() - begin, told)
     return assembly

@@ -21,7 +21,7 @@ with LLM(sys.argv[1], max_model_len=64, kv_cache_memory_bytes=8 << 20, num_threa
     llm.generate("one two", SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
 print(time.process_time() - start, "transformers" in sys.modules)
 """
-PHASES = ("kernels", "weights", "profile", "kv_cache", "tokenizer")
+PHASES = ("files", "kernels", "weights", "profile", "kv_cache", "tokenizer")
 
 
 @pytest.fixture(scope="module")
