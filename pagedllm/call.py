@@ -12,7 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from pagedllm.assembly import Assembly
+from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.driver import drive
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
 from pagedllm.errors import BatchError, RequestError
@@ -36,8 +39,9 @@ class Call:
         call_number: int,
         first_request_number: int,
         priorities: Sequence[int],
+        beam_search: BeamSearchParams | None = None,
     ) -> None:
-        """name: "prompts" or "messages", for errors; params and priorities: one per prompt."""
+        """name: "prompts" or "messages", for errors; params and priorities: one per prompt; beam_search: of all."""
         self._assembly = assembly
         self._name = name
         self._prompts = prompts
@@ -68,6 +72,7 @@ class Call:
                 stream_key(seed, call_number, index),
                 priorities[index],
             )
+            self._requests[index].beam_search = beam_search
         if assembly.engine.scheduler.policy.plans_ahead:
             self._plan()
 
@@ -110,8 +115,8 @@ class Call:
                         num_equal = num_equal_to[request.prompt_index]
                         num_finished += num_equal
                         num_input_tokens += request.num_prompt_tokens
-                        num_output_tokens += request.num_output_tokens
-                        num_cut += num_equal if request.finish_reason == "length" else 0
+                        num_output_tokens += sum(output.num_output_tokens for output in request.samples)
+                        num_cut += num_equal * any(output.finish_reason == "length" for output in request.samples)
                         bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
         except BaseException as error:
             attach_outputs(error, self.outputs())
@@ -157,8 +162,10 @@ class Call:
                 self._duplicate_of[index] = indices[earlier]
         to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
         prompts = [array("i", request.token_ids).tobytes() for request in to_run]
-        expected = [request.max_output_tokens for request in to_run]
-        for rank, position in enumerate(plan_order(prompts, expected, 4 * self._assembly.block_size)):
+        num_bytes = np.fromiter(map(len, prompts), np.int32, len(prompts))
+        expected = np.fromiter((request.max_output_tokens for request in to_run), np.int32, len(prompts))
+        order, _ = plan_order(prompts.__getitem__, num_bytes, expected, 4 * self._assembly.block_size)
+        for rank, position in enumerate(order.tolist()):
             to_run[position].rank = rank
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:
@@ -172,16 +179,18 @@ class Call:
     def tell_of_cuts(self) -> None:
         """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""
         by_params: Counter[int] = Counter()
-        num_by_room = 0
+        num_by_room = num_outputs = 0
         for index in self._requests:
             request = self._requests[self._duplicate_of.get(index, index)]
             params = request.sampling_params
-            if request.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
-                if request.num_output_tokens == params.max_tokens:
-                    by_params[params.max_tokens] += 1
-                else:
-                    num_by_room += 1
-        total, notices = f"{len(self._prompts):,}", self._assembly.notices
+            num_outputs += len(request.samples)
+            for output in request.samples:
+                if output.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
+                    if output.num_output_tokens == params.max_tokens:
+                        by_params[params.max_tokens] += 1
+                    else:
+                        num_by_room += 1
+        total, notices = f"{num_outputs + len(self._errors):,}", self._assembly.notices
         if by_params:
             limits = sorted(by_params)
             where = f"max_tokens={limits[0]}" if len(limits) == 1 else f"max_tokens={limits[0]} to {limits[-1]}"

