@@ -28,7 +28,7 @@ EXAMPLES = {
 
 
 def test_some_page_has_code_that_runs() -> None:
-    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md"]
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md", "several-outputs.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)

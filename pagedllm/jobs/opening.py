@@ -67,7 +67,7 @@ def open_job(
         if columns is not None:
             form.check_columns(columns)
             prompts = prompts.bind(columns)
-        rows = PlainRows(prompts, form.clash, is_table=source.kind != "jsonl")
+        rows = PlainRows(prompts, form.reserved(), is_table=source.kind != "jsonl")
         job = Job(source, rest, files, checked, rows)
         job.notices += _notices(columns or ())
         yield job
@@ -84,7 +84,9 @@ def _open_output(input: str, output: str, options: JobOptions) -> JobFiles | Str
             if is_compressed(path):
                 raise ValueError(f"{path!r}: Parquet is compressed inside: leave .gz out")
     if not is_stream(output):
-        return JobFiles(output, paths, options.if_exists)
+        files = JobFiles(output)
+        files.claim(paths, options.if_exists)
+        return files
     if options.retry is not None:
         raise ValueError(f"retry={options.retry!r} needs a file as output: nothing of {output!r} can be continued")
     if kind_of(output) != "jsonl" or is_compressed(output):
