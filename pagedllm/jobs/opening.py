@@ -24,6 +24,7 @@ from pagedllm.jobs.openai import OpenAILines, is_openai_line
 from pagedllm.jobs.options import JobOptions
 from pagedllm.jobs.runner import Job
 from pagedllm.jobs.source import Line, Source, find_inputs, is_compressed, kind_of
+from pagedllm.model.hub import find_cached
 from pagedllm.sampling_params import SamplingParams
 
 MAX_LINES_TO_A_ROW = 100  # read in search of one that tells its columns
@@ -140,7 +141,8 @@ def _is_finished(files: JobFiles, input: str, options: JobOptions, config: Engin
         return False
     to_retry = {"failed": manifest["failed"], "cut": manifest["cut"], None: 0}[options.retry]
     job = manifest["job"]
-    if to_retry or (job["model"], job["seed"]) != (model_digest(config), config.seed):
+    located = find_cached(config)
+    if to_retry or located is None or (job["model"], job["seed"]) != (model_digest(located), config.seed):
         return False
     given = json.loads(json.dumps(dict(options.sampling_params)))
     form = options.result_form().settings()

@@ -352,7 +352,7 @@ def job_of(
 ) -> dict[str, Any]:
     """What two runs must agree in so that one may continue the other."""
     job = {
-        "model": model_digest(config),
+        "model": model_digest(assembly.located),
         "seed": config.seed,
         **assembly.numerics,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
