@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import NotSupportedError, RequestError
@@ -31,13 +32,14 @@ MAX_KNOWN_WORDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How messages become text; the fields are those of `LLM.chat`."""
+    """How messages become text; the fields are those of `LLM.chat`. clock: what `strftime_now` in templates reads."""
 
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    clock: Callable[[], datetime] = datetime.now
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,10 @@ class RequestBuilder:
             return EncodedPrompt(None, list(prompt.token_ids), prompt.metadata)
         return EncodedPrompt(prompt.text, [], prompt.metadata, error)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None or self.tokenizer.chat_template is not None
+
     def render_chat(self, messages: Sequence[Any], chat: ChatOptions) -> str:
         """The final text of a conversation; RequestError("template_error") quotes the template's own words."""
         return self.tokenizer.apply_chat_template(
@@ -114,6 +120,7 @@ class RequestBuilder:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             tools=chat.tools,
+            clock=chat.clock,
             **chat.chat_template_kwargs,
         )
 

@@ -36,6 +36,7 @@ class FakeTokenizer:
     special_token_ids = frozenset((BOS, EOS, END))
     vocab_size = VOCAB_SIZE
     think_ids: Mapping[str, int] = {}
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = [BOS] if add_special_tokens and self.bos_token_id is not None else []
@@ -175,4 +176,19 @@ def fake_assemble(
         block_size=config.block_size,
         bytes_per_block=1024,
         numerics={"dtype": "none", "kernels": "fake"},
+        info={
+            "model": config.model,
+            "device": "cpu",
+            "dtype": "none",
+            "kernels": "fake",
+            "deterministic": True,
+            "num_threads": 1,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "block_size": config.block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": 1024 * num_blocks,
+        },
     )

@@ -54,13 +54,17 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Takes a request, to be changed by the engine until it ends. One that can never run ends in the next step.
 
+        It may bring output tokens of an earlier run of its own: it goes on behind them.
+
         Raises ValueError if a request of that id has not ended, or this one is not new.
         """
         scheduler = self.scheduler
         if request.request_id in scheduler.requests or scheduler.find(request.request_id) is not None:
             raise ValueError(f"request_id {request.request_id!r} is in use")
-        if request.status is not RequestStatus.WAITING or len(request.token_ids) != request.num_prompt_tokens:
+        if request.status is not RequestStatus.WAITING or request.finish_reason is not None:
             raise ValueError(f"request {request.request_id!r} is not new: make a new Request for every run")
+        if request.num_output_tokens and (request.sampling_params.n > 1 or request.beam_search is not None):
+            raise ValueError(f"request {request.request_id!r} asks for several outputs and brings tokens of one")
         with self._all_or_nothing() as state:
             state.scheduler.add(request)
 

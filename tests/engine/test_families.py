@@ -430,6 +430,14 @@ def test_a_name_in_use_is_refused_until_all_samples_are_back() -> None:
         engine.add_request(make_request("r", [1]))
 
 
+def test_tokens_of_an_earlier_run_are_refused_where_several_outputs_are_wanted() -> None:
+    engine, _ = make_engine()
+    for request in (make_sampled("s", [1, 2, 3], 2), make_beams("b", [1, 2, 3], 2)):
+        request.token_ids.append(4)
+        with pytest.raises(ValueError, match="asks for several outputs and brings tokens of one"):
+            engine.add_request(request)
+
+
 def make_interrupted() -> list[Request]:
     """Samples that fork, wait and are preempted, beams that branch and are preempted, and one who shares a prefix."""
     return [
