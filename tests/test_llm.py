@@ -734,7 +734,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
     [
         ("logprobs_mode", "processed_logprobs"),
         ("model_impl", "transformers"),
-        ("revision", "main"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(keyword, value):
