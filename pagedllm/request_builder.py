@@ -45,6 +45,7 @@ class EncodedPrompt:
     token_ids: list[int]
     metadata: Any = None
     error: RequestError | None = None
+    num_context_tokens: int = 0  # leading tokens that are not scored
 
 
 class RequestBuilder:
@@ -181,6 +182,9 @@ class RequestBuilder:
             extra_keys=(variant,) if variant else (),
             bad_word_ids=tuple(ids for word in params.bad_words or () for ids in self._bad_word_ids(word)),
             stop_tokens=self._stop_tokens(params),
+            num_unscored_tokens=(
+                0 if params.prompt_logprobs is None else num_prompt_tokens - max(1, prompt.num_context_tokens)
+            ),
         )
 
     def _thinking(self, prompt: EncodedPrompt) -> Thinking | None:

@@ -41,7 +41,8 @@ class SamplingParams:
     max_tokens: None = up to max_model_len. min_tokens holds back every way of ending.
     stop: the text is cut before the earliest match. stop_token_ids: end the output like an eos id.
     ignore_eos: only stop, stop_token_ids and lengths end the output.
-    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary.
+    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary. prompt_logprobs: the same for
+        the prompt's tokens, from the model's own logits; with max_tokens=0 nothing else is computed.
     logit_bias: {id: number}, clamped to +-100. allowed_token_ids: nothing else is ever sampled.
     bad_words: never in the output, in the tokens that the tokenizer writes each with, with and without a leading space.
     logits_processors: callables f(token_ids, logits) -> logits, applied in order, after masks and bias and before
@@ -119,9 +120,8 @@ class SamplingParams:
                 raise _invalid(name, "a bool", getattr(self, name))
         if self.n != 1:
             raise NotSupportedError(f"n={self.n} is not supported yet: pass the prompt {self.n} times, with seeds")
-        for name in ("prompt_logprobs", "structured_outputs"):
-            if getattr(self, name) is not None:
-                raise NotSupportedError(f"{name} is not supported yet: leave it None")
+        if self.structured_outputs is not None:
+            raise NotSupportedError("structured_outputs is not supported yet: leave it None")
 
     def _verify_numbers(self) -> None:
         def check(name: str, wanted: str, is_valid: Callable[[Any], bool]) -> None:
@@ -188,8 +188,10 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise _invalid(name, f"ids in [0, {vocab_size})", token_id)
-        if self.logprobs is not None and self.logprobs > max_logprobs:
-            raise _invalid("logprobs", f"at most max_logprobs ({max_logprobs}), or -1", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise _invalid(name, f"at most max_logprobs ({max_logprobs}), or -1", value)
 
 
 def is_int(value: object) -> bool:

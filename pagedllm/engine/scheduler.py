@@ -108,7 +108,7 @@ class Scheduler:
         # The last token of an output gets no slot: nothing is computed from it.
         limit = min(self.max_model_len, self.kv_cache.num_slots + 1)
         request.max_output_tokens = min(request.max_output_tokens, limit - request.num_prompt_tokens)
-        if request.num_output_tokens >= request.max_output_tokens:
+        if request.num_output_tokens >= request.max_output_tokens and not request.num_unscored_tokens:
             request.finish_reason = "length"
             self._end(request)
         else:
@@ -161,8 +161,11 @@ class Scheduler:
             if request.status is not is_running:  # preempted just now
                 continue
             num_computed_tokens = request.num_computed_tokens
-            last_index = len(request.token_ids) - 1
-            num_new_tokens = min(last_index + 1 - num_computed_tokens, budget)
+            first_logits_index = last_index = len(request.token_ids) - 1
+            num_wanted_tokens = last_index + 1
+            if request.num_unscored_tokens:
+                first_logits_index, num_wanted_tokens = request.first_logits_index, request.num_wanted_tokens
+            num_new_tokens = min(num_wanted_tokens - num_computed_tokens, budget)
             new_block_ids = allocate_slots(request, num_new_tokens)
             while new_block_ids is None and request.status is is_running:
                 has_preempted = True
@@ -173,7 +176,7 @@ class Scheduler:
                 budget -= num_new_tokens
                 request_id = request.request_id
                 scheduled[request_id] = ScheduledRequest(
-                    request_id, num_computed_tokens, num_new_tokens, (), (), new_block_ids, last_index
+                    request_id, num_computed_tokens, num_new_tokens, (), (), new_block_ids, first_logits_index
                 )
         return budget, has_preempted
 
@@ -191,8 +194,8 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 self._num_aborted_waiting -= 1
                 continue
-            last_index = len(request.token_ids) - 1  # the only logits wanted, and never taken from the cache
-            computed_blocks = self.kv_cache.get_computed_blocks(request, last_index)
+            first_logits_index = request.first_logits_index
+            computed_blocks = self.kv_cache.get_computed_blocks(request, first_logits_index)
             num_own = self._num_blocks_ahead(request) if self.policy.plans_ahead and self.running else 0
             if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
@@ -203,7 +206,7 @@ class Scheduler:
             request.num_computed_tokens = num_cached_tokens
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=self.policy.admission_key)
-            num_new_tokens = min(last_index + 1 - num_cached_tokens, budget)
+            num_new_tokens = min(request.num_wanted_tokens - num_cached_tokens, budget)
             new_block_ids = self.kv_cache.allocate_slots(request, num_new_tokens)
             assert new_block_ids is not None
             budget -= num_new_tokens
@@ -214,7 +217,7 @@ class Scheduler:
                 num_new_tokens,
                 new_token_ids=tuple(request.token_ids),
                 new_block_ids=self.kv_cache.block_ids(request),
-                first_logits_index=last_index,
+                first_logits_index=first_logits_index,
                 new_request=NewRequestData(
                     request.num_prompt_tokens,
                     request.sampling_params,
@@ -282,8 +285,13 @@ class Scheduler:
             request = requests.get(scheduled.request_id)
             if request is None or request.status is not is_running:
                 continue  # failed, or counted on one that failed
+            if result.prompt_logprobs:
+                _take_prompt_logprobs(request, result)
             if not sampled:
                 request.num_computed_tokens += scheduled.num_new_tokens
+                if request.max_output_tokens == 0 and not request.num_unscored_tokens:
+                    request.finish_reason = "length"
+                    self._end(request)
                 continue
             is_ended = False
             for token_id, entry in zip(sampled, (logprobs and logprobs[i]) or no_logprobs):  # noqa: B905
@@ -386,3 +394,11 @@ class Scheduler:
             for request in (*self.running[:NUM_DUMPED], *waiting)
         ]
         return "\n".join(lines)
+
+
+def _take_prompt_logprobs(request: Request, result: ModelRunnerOutput) -> None:
+    """Rows first: while tokens count as unscored, what is there is not handed out."""
+    rows = result.prompt_logprobs.get(request.request_id)
+    if rows is not None:
+        request.prompt_logprobs.append(rows)
+        request.num_unscored_tokens -= len(rows.ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pagedllm.errors import RequestError
-    from pagedllm.request import TokenLogprobs
+    from pagedllm.request import LogprobRows, TokenLogprobs
     from pagedllm.sampling_params import SamplingParams
 
 
@@ -36,7 +36,9 @@ class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 u
     new_token_ids: tuple[int, ...] = ()  # ids that the runner does not hold; for a new request all its tokens
     draft_token_ids: tuple[int, ...] = ()  # speculation: proposed continuations, verified in this step
     new_block_ids: tuple[tuple[int, ...], ...] = ((),)  # per KV group, appended to the row's table; whole table if new
-    first_logits_index: int = 0  # absolute position; logits are wanted for new tokens at or after it
+    # Absolute position; logits are wanted for new tokens at or after it. Those of the last token known are sampled from,
+    # those of prompt tokens before it give the logprobs of the prompt's next token.
+    first_logits_index: int = 0
     num_samples: int = 1
     new_request: NewRequestData | None = None
 
@@ -63,3 +65,4 @@ class ModelRunnerOutput:
     is_finite: Sequence[bool]  # False: the logits held NaN or infinity, nothing was sampled
     logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id; empty when no request asked
     errors: dict[str, RequestError] = field(default_factory=dict)  # by request_id: a user's callable raised, say
+    prompt_logprobs: dict[str, LogprobRows] = field(default_factory=dict)  # by request_id, of requests that wanted any

@@ -34,6 +34,13 @@ class SamplerOutput:
     errors: dict[int, RequestError] = field(default_factory=dict)  # by place in R: a callable raised, say
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    token_ids: NDArray[np.int32]  # [R, 1 + k]: the row's own token, then the top k in order
+    logprobs: NDArray[np.float32]  # [R, 1 + k]
+    ranks: NDArray[np.int32]  # [R] of the row's own token
+
+
 class Sampler:
     def __init__(self, namespace: str, vocab_size: int, rows: SamplingRows) -> None:
         self.namespace = namespace
@@ -131,18 +138,25 @@ class Sampler:
             return None
         return (bitmask, *(bias or (None,) * 3), *(penalties or (None,) * 4))
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
-        num_rows, k = len(ks), int(ks.max())
+    def top_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+        """Of each row's own token, token_ids [R] int32, and of its k likeliest; NaN where logits are not finite."""
+        num_rows = len(token_ids)
         top_ids = torch.empty((num_rows, k), dtype=torch.int32, device="cpu")
         top_values = torch.empty((num_rows, k), dtype=torch.float32, device="cpu")
         values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
         ranks = torch.empty(num_rows, dtype=torch.int32, device="cpu")
         top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
-        ids = np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1)
-        logprobs = np.concatenate((values[:, None].numpy(), top_values.numpy()), 1)
+        return TopLogprobs(
+            np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1),
+            np.concatenate((values[:, None].numpy(), top_values.numpy()), 1),
+            ranks.numpy(),
+        )
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
+        found = self.top_logprobs(logits, token_ids, int(ks.max()))
         return [
-            TokenLogprobs(ids[i, : 1 + n].copy(), logprobs[i, : 1 + n].copy(), rank) if rank else None
-            for i, (n, rank) in enumerate(zip(ks.tolist(), ranks.tolist(), strict=True))
+            TokenLogprobs(found.token_ids[i, : 1 + n].copy(), found.logprobs[i, : 1 + n].copy(), rank) if rank else None
+            for i, (n, rank) in enumerate(zip(ks.tolist(), found.ranks.tolist(), strict=True))
         ]
 
 
