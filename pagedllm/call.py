@@ -145,10 +145,14 @@ class Call:
                 outputs.append(output)
         return outputs
 
+    def requests(self) -> list[Request]:
+        """What ran for each prompt, in input order, where none was refused; duplicates are one object."""
+        return [self._requests[self._duplicate_of.get(index, index)] for index in range(len(self._prompts))]
+
     def _plan(self) -> None:
         """Ranks the requests by prefix and expected length, and finds those that need not run."""
         names: dict[int, str] = {}  # by id of params
-        keys: list[tuple[bytes, str] | None] = []
+        keys: list[tuple[bytes, str, int] | None] = []
         for request in self._requests.values():
             params = request.sampling_params
             draws_its_own = not params.is_greedy and params.seed in (None, -1)
@@ -157,7 +161,8 @@ class Call:
                 continue
             if id(params) not in names:
                 names[id(params)] = repr(params)
-            keys.append((array("i", request.token_ids).tobytes(), names[id(params)]))
+            token_ids = array("i", request.token_ids).tobytes()
+            keys.append((token_ids, names[id(params)], request.num_unscored_tokens))
         indices = list(self._requests)
         for index, earlier in zip(indices, find_duplicates(keys), strict=True):
             if earlier is not None:

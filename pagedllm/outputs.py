@@ -129,6 +129,25 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Loglikelihood:
+    """How likely a continuation is, given its prompt; -logprob / num_tokens is its cross entropy in nats."""
+
+    logprob: float  # the sum
+    token_logprobs: NDArray[np.float32] = field(repr=False, compare=False)
+    token_ids: list[int] = field(repr=False)  # of the continuation
+    num_tokens: int
+    is_greedy: bool  # whether greedy decoding after the prompt would take just these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The likeliest choice, and the probability of each as if nothing else were possible."""
+
+    label: str
+    probabilities: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """What a request cost. Depends on the batch, the texts do not."""
 

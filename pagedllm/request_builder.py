@@ -132,10 +132,7 @@ class RequestBuilder:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
         params.verify_for_model(self.vocab_size, self.max_logprobs)
         for word in params.bad_words or ():
-            if _first_surrogate(word) is not None:
-                raise RequestError(
-                    "invalid_parameter", f"bad_words must be text that can be encoded, got {word!r}", field="bad_words"
-                )
+            check_encodable(word, "bad_words")
         self._tell_of_hidden_stops(params)
 
     def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
@@ -251,6 +248,12 @@ class RequestBuilder:
 def stream_key(*parts: int | bytes) -> int:
     """64 bits that name a random stream: a hash of the parts, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def check_encodable(text: str, field: str) -> None:
+    """RequestError for a text with half a surrogate pair, which no tokenizer can encode."""
+    if _first_surrogate(text) is not None:
+        raise RequestError("invalid_parameter", f"{field} must be text that can be encoded, got {text!r}", field=field)
 
 
 def _first_surrogate(text: str) -> int | None:

@@ -25,7 +25,7 @@ LAYER_OF = {
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
-    **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
+    **dict.fromkeys(("open_requests", "output_iterator", "scoring", "scoring_methods", "submitter"), "llm"),
     **dict.fromkeys(("cli", "doctor", "flags", "self_test", "__main__"), "cli"),
 }
 PLAN = "engine.scheduler_output"  # the contract between the scheduler and the torch side

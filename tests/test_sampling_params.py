@@ -134,7 +134,6 @@ def test_accepted_values(field, value):
     ("field", "value"),
     [
         ("n", 2),
-        ("prompt_logprobs", 1),
         ("structured_outputs", {"choice": ["a"]}),
     ],
 )

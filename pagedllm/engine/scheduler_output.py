@@ -36,7 +36,7 @@ class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 u
     new_token_ids: tuple[int, ...] = ()  # ids that the runner does not hold; for a new request all its tokens
     draft_token_ids: tuple[int, ...] = ()  # speculation: proposed continuations, verified in this step
     new_block_ids: tuple[tuple[int, ...], ...] = ((),)  # per KV group, appended to the row's table; whole table if new
-    # Absolute position; logits are wanted for new tokens at or after it. Those of the last token known are sampled from,
+    # Absolute position; logits are wanted for new tokens from it on. Those of the last token known are sampled from,
     # those of prompt tokens before it give the logprobs of the prompt's next token.
     first_logits_index: int = 0
     num_samples: int = 1
