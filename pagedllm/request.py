@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pagedllm.choices import ChoiceTable
     from pagedllm.errors import RequestError
     from pagedllm.reasoning import Thinking
     from pagedllm.sampling_params import SamplingParams
@@ -79,6 +80,7 @@ class Request:
     priority: int = 0  # lower is served first (PRIORITY policy)
     rank: int = 0  # place in the offline plan
     rope_variant: int = 0  # which table of positions its keys are rotated by; fixed at admission
+    choices: ChoiceTable | None = None  # the texts that the output may be
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # bad_words as the tokenizer writes them, with and without a space
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is one of the stops
     extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes

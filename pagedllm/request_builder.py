@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pagedllm.choices import ChoiceTable, TokenTexts
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.notices import Notices
 from pagedllm.prompts import Prompt
 from pagedllm.reasoning import TAGS, Thinking, opens_thought
 from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
+from pagedllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pagedllm.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and n
 
 ANCHOR = "\n"  # merges with no word that follows, so what comes after it is written as inside a text
 MAX_KNOWN_WORDS = 10_000
+MAX_CHOICE_TABLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class RequestBuilder:
         self._is_thinking_model = all(tokenizer.token_to_id(tag) is not None for tag in TAGS)
         self._special_texts: dict[int, str] | None = None
         self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._writable: TokenTexts | None = None
+        self._choice_tables: dict[tuple[str, ...], ChoiceTable] = {}
 
     def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
         """Token ids of each prompt; plain texts are encoded in one batch."""
@@ -133,6 +138,8 @@ class RequestBuilder:
         params.verify_for_model(self.vocab_size, self.max_logprobs)
         for word in params.bad_words or ():
             check_encodable(word, "bad_words")
+        if params.structured_outputs is not None:
+            self._choices(params.structured_outputs)
         self._tell_of_hidden_stops(params)
 
     def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
@@ -164,13 +171,19 @@ class RequestBuilder:
         if params.max_tokens is not None:
             total = min(num_prompt_tokens + params.max_tokens, self.max_position)
         variant = self.rope_variant(total)
+        max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        choices = None
+        if params.structured_outputs is not None:
+            choices = self._choices(params.structured_outputs)
+            max_output_tokens = min(max_output_tokens, choices.longest + 1)  # a byte each at least, and an end
         return Request(
             request_id=request_id,
             thinking=self._thinking(prompt),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=params,
-            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_output_tokens=max_output_tokens,
+            choices=choices,
             seed=seed if params.seed in (None, -1) else stream_key(int(params.seed)),
             eos_token_ids=self.eos_token_ids,
             prompt_index=index,
@@ -183,6 +196,25 @@ class RequestBuilder:
                 0 if params.prompt_logprobs is None else num_prompt_tokens - max(1, prompt.num_context_tokens)
             ),
         )
+
+    def _choices(self, params: StructuredOutputsParams) -> ChoiceTable:
+        """Made once for equal choices."""
+        key = tuple(params.choice or ())
+        table = self._choice_tables.pop(key, None)
+        if table is None:
+            for choice in key:
+                check_encodable(choice, "structured_outputs.choice")
+            if self._writable is None:
+                self._writable = TokenTexts(self.tokenizer.token_texts(self.vocab_size))
+            try:
+                table = ChoiceTable(key, self._writable)
+            except ValueError as error:
+                text = f"structured_outputs.choice holds {str(error)!r}, which the model's tokens cannot write"
+                raise RequestError("invalid_parameter", text, field="structured_outputs") from None
+        self._choice_tables[key] = table  # the last one used stands last
+        if len(self._choice_tables) > MAX_CHOICE_TABLES:
+            del self._choice_tables[next(iter(self._choice_tables))]
+        return table
 
     def _thinking(self, prompt: EncodedPrompt) -> Thinking | None:
         if not self._is_thinking_model:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.keywords import RENAMED_SAMPLING_PARAMS, checks_keywords, unknown_name
+from pagedllm.structured_outputs import StructuredOutputsParams
 from pagedllm.vllm_keywords import FOREIGN_SAMPLING_PARAMS
 
 GREEDY_EPSILON = 1e-5  # temperatures below are greedy
@@ -44,6 +45,7 @@ class SamplingParams:
     logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary. prompt_logprobs: the same for
         the prompt's tokens, from the model's own logits; with max_tokens=0 nothing else is computed.
     logit_bias: {id: number}, clamped to +-100. allowed_token_ids: nothing else is ever sampled.
+    structured_outputs: StructuredOutputsParams(choice=[...]): the output is one of these texts.
     bad_words: never in the output, in the tokens that the tokenizer writes each with, with and without a leading space.
     logits_processors: callables f(token_ids, logits) -> logits, applied in order, after masks and bias and before
         penalties. token_ids: the output so far; logits: a [vocab_size] float32 tensor that may be edited in place.
@@ -72,7 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = ()
     allowed_token_ids: Sequence[int] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = ()
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class SamplingParams:
         bias = merged.get("logit_bias")
         if isinstance(bias, Mapping):
             merged["logit_bias"] = {_id_of_digits(key): value for key, value in bias.items()}
+        if isinstance(merged.get("structured_outputs"), Mapping):
+            merged["structured_outputs"] = StructuredOutputsParams.from_json(merged["structured_outputs"])
         return cls(**merged)
 
     @property
@@ -108,6 +112,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, (list, dict)):
                 setattr(twin, name, copy.copy(value))
+        if self.structured_outputs is not None:
+            twin.structured_outputs = copy.copy(self.structured_outputs)
         return twin
 
     def verify(self) -> None:
@@ -120,8 +126,11 @@ class SamplingParams:
                 raise _invalid(name, "a bool", getattr(self, name))
         if self.n != 1:
             raise NotSupportedError(f"n={self.n} is not supported yet: pass the prompt {self.n} times, with seeds")
-        if self.structured_outputs is not None:
-            raise NotSupportedError("structured_outputs is not supported yet: leave it None")
+        structured = self.structured_outputs
+        if structured is not None:
+            if not isinstance(structured, StructuredOutputsParams):
+                raise _invalid("structured_outputs", "None or StructuredOutputsParams(choice=[...])", structured)
+            structured.verify()
 
     def _verify_numbers(self) -> None:
         def check(name: str, wanted: str, is_valid: Callable[[Any], bool]) -> None:

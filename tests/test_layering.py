@@ -20,7 +20,19 @@ PACKAGE = Path(pagedllm.__file__).parent
 FOLDERS = {"cache", "engine", "ops", "model", "sampling", "runtime", "jobs", "bench"}
 LAYER_OF = {
     **dict.fromkeys(
-        ("errors", "sampling_params", "outputs", "config", "request", "keywords", "vllm_keywords", "reasoning"), "base"
+        (
+            "errors",
+            "sampling_params",
+            "outputs",
+            "config",
+            "request",
+            "keywords",
+            "vllm_keywords",
+            "reasoning",
+            "choices",
+            "structured_outputs",
+        ),
+        "base",
     ),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),

@@ -134,7 +134,6 @@ def test_accepted_values(field, value):
     ("field", "value"),
     [
         ("n", 2),
-        ("structured_outputs", {"choice": ["a"]}),
     ],
 )
 def test_what_comes_later_is_refused_by_name(field, value):

@@ -225,6 +225,7 @@ class Scheduler:
                     request.eos_token_ids,
                     request.rope_variant,
                     bad_word_ids=request.bad_word_ids,
+                    choices=request.choices,
                 ),
             )
         return budget

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pagedllm.choices import ChoiceTable
     from pagedllm.errors import RequestError
     from pagedllm.request import LogprobRows, TokenLogprobs
     from pagedllm.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ class NewRequestData:
     rope_variant: int = 0
     adapter_id: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    choices: ChoiceTable | None = None  # made once for all requests with these choices
 
 
 class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 us: one per running request and step

@@ -43,6 +43,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_threads: int,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table."""
         config = decoder.config
@@ -55,7 +56,7 @@ class ModelRunner:
         self.metadata_builder = MetadataBuilder(backend, config)
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
-        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
+        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
         self.buffers = decoder.allocate_buffers(
             max_num_batched_tokens, num_logits_rows(max_num_seqs, max_num_batched_tokens)
         )

@@ -116,6 +116,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=pool.max_model_len,
         num_threads=num_threads,
+        logprobs_mode=config.logprobs_mode,
     )
     clock.lap("kv_cache")
     _tell(decoder, pool, profile, config.block_size, dtype)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedllm.choices import ChoiceTable
 from pagedllm.engine.scheduler_output import NewRequestData
 from pagedllm.errors import RequestError
 
@@ -104,6 +105,25 @@ class BadWords:
         del self._output[len(self._output) - num_tokens :]
 
 
+class Choices:
+    """structured_outputs.choice: tokens that lead to one of them; what ends an output may come at a whole one only."""
+
+    def __init__(self, table: ChoiceTable, ending_ids: Iterable[int], vocab_size: int) -> None:
+        self._table = table
+        self._ending = token_words(ending_ids, vocab_size)
+        self._output: list[int] = []
+
+    def fill(self, row: MaskRow) -> None:
+        prefix = self._table.prefix(self._output)
+        row &= self._table.mask(prefix, len(row)) & ~self._ending | self._table.is_complete(prefix) * self._ending
+
+    def accept(self, token_id: int) -> None:
+        self._output.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._output[len(self._output) - num_tokens :]
+
+
 def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[MaskProcessor, ...]:
     params = request.sampling_params
     masks: list[MaskProcessor] = []
@@ -112,6 +132,8 @@ def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[Mask
     ending_ids = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         ending_ids.update(request.eos_token_ids)
+    if request.choices is not None:
+        masks.append(Choices(request.choices, ending_ids, vocab_size))
     if params.min_tokens > 0 and ending_ids:
         masks.append(MinTokens(params.min_tokens, ending_ids, vocab_size))
     if request.bad_word_ids:
