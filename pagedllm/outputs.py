@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
 
 NUM_SHOWN = 20  # rows in a notebook
+JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity; OpenAI's interface writes this for a token that cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class Logprob:
     logprob: float
     rank: int  # 1 = the most likely token
     decoded_token: str
+
+
+def json_logprob(value: float) -> float:
+    """The logprob as JSON can hold it, a float32 in as few digits as tell it from the others."""
+    import numpy as np
+
+    return JSON_MINUS_INFINITY if value == -np.inf else float(str(np.float32(value)))
 
 
 Entry = TypeVar("Entry")
