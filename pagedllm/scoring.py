@@ -8,7 +8,7 @@ the tokenizer through RequestBuilder; LLM and `jobs` run the pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,9 +31,7 @@ def parse_continuations(continuations: Any, num_prompts: int) -> tuple[list[list
     if isinstance(continuations, str) or _is_ids(continuations):
         continuations = [continuations]
     if isinstance(continuations, Mapping) or not isinstance(continuations, Iterable):
-        raise TypeError(
-            f"continuations must be texts, lists of token ids, or lists of those; got {brief(continuations)}"
-        )
+        raise TypeError(f"continuations must be texts, token ids, or lists of those; got {brief(continuations)}")
     items = list(continuations)
     if len(items) != num_prompts:
         raise ValueError(
@@ -59,7 +57,7 @@ def encode_pairs(
     """In order, the candidates of a prompt one after the other. Raises RequestError for the first bad one."""
     stripped = [_without_end(prompt) for prompt in prompts]
     contexts = builder.encode([prompt for prompt, _ in stripped], ChatOptions())
-    joined = _encode_joined(builder, prompts, contexts, [end for _, end in stripped], candidates)
+    joined = iter(_encode_joined(builder, prompts, contexts, [end for _, end in stripped], candidates))
     pairs = []
     for index, (context, items) in enumerate(zip(contexts, candidates, strict=True)):
         for place, item in enumerate(items):
@@ -183,7 +181,7 @@ def _encode_joined(
     contexts: Sequence[EncodedPrompt],
     ends: Sequence[str],
     candidates: Sequence[Sequence[Continuation]],
-) -> Iterator[list[int]]:
+) -> list[list[int]]:
     """The tokens of each continuation that is a text, in order."""
     texts: dict[bool, list[str]] = {False: [], True: []}  # by whether the tokenizer adds its special tokens
     seams: list[tuple[bool, list[int]]] = []
@@ -195,16 +193,17 @@ def _encode_joined(
                 texts[is_special].append((context.text or "") + end + item)
                 seams.append((is_special, context.token_ids if context.text is not None else []))
     encoded = {key: iter(builder.tokenizer.encode_batch(group, key) if group else ()) for key, group in texts.items()}
-    num_merged = 0
+    continuations, num_merged = [], 0
     for is_special, before in seams:
         ids = next(encoded[is_special])
         num_merged += ids[: len(before)] != before
-        yield ids[len(before) :]
+        continuations.append(ids[len(before) :])
     if num_merged:
         builder.notices.tell(
             f"{num_merged:,} of {len(seams):,} continuations share a token with the end of their prompt, and are cut "
             "there as evaluation harnesses do: begin them with a space, or pass token ids"
         )
+    return continuations
 
 
 def _pair(

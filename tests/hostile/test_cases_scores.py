@@ -110,7 +110,9 @@ def test_a18_a20_a_number_beyond_the_limit_is_refused_before_any_work_at_every_i
     for index in range(3):
         params = [plain.clone() for _ in range(3)]
         setattr(params[index], field, value)
-        with pytest.raises(RequestError, match=rf"sampling_params\[{index}\]: {field} must be .* got {value}") as caught:
+        with pytest.raises(
+            RequestError, match=rf"sampling_params\[{index}\]: {field} must be .* got {value}"
+        ) as caught:
             llm.generate(["a", "b", "c"], params)
         assert (caught.value.code, caught.value.index, caught.value.field) == ("invalid_parameter", index, field)
     assert llm.stats.num_steps == num_steps
@@ -142,7 +144,10 @@ def test_a20_prompt_logprobs_equal_the_reference_at_every_length_and_chunk(
 ) -> None:
     token_ids = [5 + i * 7 % 300 for i in range(length)]
     with open_llm(folder, max_num_batched_tokens=budget) as llm:
-        for params in (SamplingParams(max_tokens=1, prompt_logprobs=3), SamplingParams(max_tokens=0, prompt_logprobs=3)):
+        for params in (
+            SamplingParams(max_tokens=1, prompt_logprobs=3),
+            SamplingParams(max_tokens=0, prompt_logprobs=3),
+        ):
             for _ in range(2):
                 (output,) = llm.generate([token_ids], params, use_tqdm=False)
                 check_prompt_logprobs(output.prompt_logprobs, token_ids, reference(token_ids), 3)
