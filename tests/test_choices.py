@@ -67,7 +67,7 @@ def test_a_path_that_cannot_be_finished_is_not_begun() -> None:
     tokens = table("abcd", "x", vocabulary=vocabulary)
     assert sorted(tokens.next_tokens(b"")) == [1, 4]
     assert tokens.next_tokens(b"ab") == [3]
-    with pytest.raises(ValueError, match="^abd$"):
+    with pytest.raises(ValueError, match=r"^abd$"):
         table("abcd", "abd", vocabulary=vocabulary)
 
 

@@ -102,8 +102,8 @@ def test_a_token_across_the_seam_is_cut_as_harnesses_do_and_told(
     check(found, reference(context, whole[len(context) :]), whole[len(context) :])
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
-        "1 of 1 continuations share a token with the end of their prompt, and are cut there as evaluation harnesses do: "
-        "begin them with a space, or pass token ids"
+        "1 of 1 continuations share a token with the end of their prompt, and are cut there as evaluation harnesses "
+        "do: begin them with a space, or pass token ids"
     ]
 
 
