@@ -1,7 +1,7 @@
 """lm-evaluation-harness on pagedllm: python examples/lm_eval_pagedllm.py MODEL TASK[,TASK] [LIMIT]. Needs lm-eval.
 
-The harness cuts its requests into tokens by its own rules (TemplateLM); this class scores and generates. All requests of
-a task go to the engine in one call, which computes what their prompts share once.
+The harness cuts its requests into tokens by its own rules (TemplateLM); this class scores and generates. All requests
+of a task go to the engine in one call, which computes what their prompts share once.
 """
 
 import sys

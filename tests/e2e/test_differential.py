@@ -32,6 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "is_warm": (False, True),
     "num_threads": (1, 2),
     "block_size": (16, 8, 64),
+    "enforce_eager": (True, False),
 }
 REFERENCE = {name: values[0] for name, values in AXES.items()}
 SHARED = "the quick brown fox jumps over the lazy dog. "
@@ -114,7 +115,8 @@ def preempting_settings() -> list[dict[str, Any]]:
 
 def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int) -> LLM:
     max_model_len = 128
-    fields = {k: setting[k] for k in ("enable_prefix_caching", "max_num_batched_tokens", "num_threads", "block_size")}
+    arrangement = {"pool", "arrangement", "is_warm"}  # the other axes are LLM's own
+    fields = {name: value for name, value in setting.items() if name not in arrangement}
     bytes_per_token = 3 * 2 * 2 * 32 * (4 if dtype == "float32" else 2)
     starved_bytes = bytes_per_token * max_model_len  # one request of full length
     return LLM(
