@@ -67,7 +67,10 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=30, stop=["e", "the"], presence_penalty=0.3, prompt_logprobs=0),
     SamplingParams(temperature=0.7, seed=4, max_tokens=90, logit_bias={5: 2.0}, stop_token_ids=[7, 8]),
     SamplingParams(
-        temperature=1, seed=5, structured_outputs=StructuredOutputsParams(choice=[SHARED, SHARED + "one", "the quick"])
+        temperature=1,
+        seed=5,
+        max_tokens=40,
+        structured_outputs=StructuredOutputsParams(choice=[SHARED, SHARED + "one", "the quick"]),
     ),
 ]
 CANDIDATES = [[" one two", " the", "."], [" nine"], [" b", " a b"]]  # of the first prompts
