@@ -6,19 +6,16 @@ looked up in the sorted choices, so 5,000 of them cost their bytes, and what was
 
     choices  yes, yesterday, no        after "ye":  "s", "st", "ster", ...     after "yes":  the end, "t", "terday", ...
 
-Plain Python and numpy: the sampler's mask and the engine's end both read it. Made once for a list of choices.
+Plain Python: the sampler's mask and the engine's end both read it. Made once for a list of choices.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 ABOVE = b"\xff"  # stands in no text: sorts behind everything that begins with a prefix
-NUM_KEPT_AS_MASK = 16  # tokens; masks of fewer are made when asked for
 
 
 class TokenTexts:
@@ -32,7 +29,24 @@ class TokenTexts:
             tokens.setdefault(text, []).append(token_id)
         self.tokens = tokens
         self.longest = max(map(len, tokens), default=0)
-        self.has_all_bytes = all(bytes((byte,)) in tokens for byte in range(256))
+
+
+def words_of(token_ids: Iterable[int]) -> dict[int, int]:
+    """The words of a mask that are not 0: token 32 j + i is bit i of word j."""
+    words: dict[int, int] = {}
+    for token_id in token_ids:
+        words[token_id >> 5] = words.get(token_id >> 5, 0) | 1 << (token_id & 31)
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceState:
+    """Of a prefix."""
+
+    next_tokens: list[int]  # that may follow; none where no choice begins like that or none goes on
+    words: dict[int, int]  # the same as bits, by `words_of`
+    is_complete: bool  # it is a choice
+    is_final: bool  # and the beginning of no other
 
 
 class ChoiceTable:
@@ -41,42 +55,24 @@ class ChoiceTable:
         self._texts = texts
         self._choices = sorted({choice.encode() for choice in choices})
         self.longest = max(map(len, self._choices))
-        self._writable = None if texts.has_all_bytes else self._find_writable()
-        self._next: dict[bytes, list[int]] = {}
-        self._masks: dict[bytes, NDArray[np.int32]] = {}
+        has_all_bytes = all(bytes((byte,)) in texts.tokens for byte in set(b"".join(self._choices)))
+        self._writable = None if has_all_bytes else self._find_writable()
+        self._states: dict[bytes, ChoiceState] = {}
 
     def prefix(self, token_ids: Sequence[int]) -> bytes:
         """What these tokens read as; those that are no text read as nothing."""
         return b"".join([self._texts.of_token.get(token_id, b"") for token_id in token_ids])
 
-    def is_complete(self, prefix: bytes) -> bool:
-        """Whether it is a choice."""
-        begin, end = self._range(prefix)
-        return begin < end and len(self._choices[begin]) == len(prefix)
-
-    def is_final(self, prefix: bytes) -> bool:
-        """Whether it is a choice and the beginning of no other."""
-        begin, end = self._range(prefix)
-        return end - begin == 1 and len(self._choices[begin]) == len(prefix)
-
-    def next_tokens(self, prefix: bytes) -> list[int]:
-        """The tokens that may follow; none where no choice begins like that or none goes on."""
-        found = self._next.get(prefix)
-        if found is None:
-            found = self._next[prefix] = self._find_next(prefix)
-        return found
-
-    def mask(self, prefix: bytes, num_words: int) -> NDArray[np.int32]:
-        """`next_tokens` as bits: bit i of word j is token 32 j + i. Not to be edited."""
-        mask = self._masks.get(prefix)
-        if mask is None:
-            token_ids = np.array(self.next_tokens(prefix), np.int64)
-            words = np.zeros(num_words, np.uint32)
-            np.bitwise_or.at(words, token_ids >> 5, np.uint32(1) << (token_ids & 31).astype(np.uint32))
-            mask = words.view(np.int32)
-            if len(token_ids) > NUM_KEPT_AS_MASK:
-                self._masks[prefix] = mask
-        return mask
+    def state(self, prefix: bytes) -> ChoiceState:
+        """What is known of a prefix, worked out once."""
+        state = self._states.get(prefix)
+        if state is None:
+            begin, end = self._range(prefix)
+            is_complete = begin < end and len(self._choices[begin]) == len(prefix)
+            following = self._find_next(prefix)
+            state = ChoiceState(following, words_of(following), is_complete, is_complete and end - begin == 1)
+            self._states[prefix] = state
+        return state
 
     def _range(self, prefix: bytes) -> tuple[int, int]:
         """Where the choices stand that begin like that."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedllm import LLM, NotSupportedError, RequestError, SamplingParams, StructuredOutputsParams
-from pagedllm.choices import ChoiceTable, TokenTexts
+from pagedllm.choices import ChoiceState, ChoiceTable, TokenTexts
 from pagedllm.engine.scheduler_output import NewRequestData
 from pagedllm.sampling.processors import make_mask_processors, token_words
 from tests.tiny import EOS, VOCAB_SIZE, save_tiny_model
@@ -50,12 +50,13 @@ def test_every_split_of_every_choice_is_a_path_and_nothing_else(choices: tuple[s
     while paths:
         path = paths.pop()
         prefix = tokens.prefix(path)
-        following = tokens.next_tokens(prefix)
+        state = tokens.state(prefix)
+        following = state.next_tokens
         assert len(set(following)) == len(following)
-        assert tokens.is_complete(prefix) == (prefix.decode(errors="replace") in choices)
-        assert tokens.is_final(prefix) == (tokens.is_complete(prefix) and not following)
-        assert tokens.mask(prefix, 9).tolist() == token_words(following, 9 * 32).tolist()
-        if tokens.is_complete(prefix):
+        assert state.is_complete == (prefix.decode(errors="replace") in choices)
+        assert state.is_final == (state.is_complete and not following)
+        assert tokens.state(prefix) is state
+        if state.is_complete:
             found.add(path)
         paths += [(*path, token_id) for token_id in following]
     assert found == splits(choices, VOCABULARY)
@@ -65,15 +66,15 @@ def test_a_path_that_cannot_be_finished_is_not_begun() -> None:
     """Without single bytes "abcd" can be written as ab + cd only, and what begins with "a" or "abc" gets stuck."""
     vocabulary = {0: b"a", 1: b"ab", 2: b"abc", 3: b"cd", 4: b"x"}
     tokens = table("abcd", "x", vocabulary=vocabulary)
-    assert sorted(tokens.next_tokens(b"")) == [1, 4]
-    assert tokens.next_tokens(b"ab") == [3]
+    assert sorted(tokens.state(b"").next_tokens) == [1, 4]
+    assert tokens.state(b"ab").next_tokens == [3]
     with pytest.raises(ValueError, match=r"^abd$"):
         table("abcd", "abd", vocabulary=vocabulary)
 
 
 def test_what_leaves_the_choices_has_no_way_on() -> None:
     tokens = table("ab", "cd")
-    assert (tokens.next_tokens(b"q"), tokens.is_complete(b"q"), tokens.is_final(b"abc")) == ([], False, False)
+    assert tokens.state(b"q") == tokens.state(b"abc") == ChoiceState([], {}, False, False)
 
 
 def mask_of(request: NewRequestData, output: list[int]) -> set[int]:
@@ -235,4 +236,3 @@ def test_an_unpaired_surrogate_and_an_edit_after_construction_are_found_on_use(l
 def test_no_choice_leads_beyond_the_vocabulary(llm: LLM) -> None:
     texts = llm._open().builder.tokenizer.token_texts(VOCAB_SIZE)
     assert set(texts) == set(range(3, VOCAB_SIZE))  # all but the special ones
-    assert TokenTexts(texts).has_all_bytes

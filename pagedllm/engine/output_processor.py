@@ -49,7 +49,7 @@ class OutputProcessor:
                 self._set_end(request, "stop", stop, ends.stop_strings.text)
                 return True
         choices = request.choices
-        if choices is not None and has_enough and choices.is_final(choices.prefix(request.output_token_ids)):
+        if choices is not None and has_enough and choices.state(choices.prefix(request.output_token_ids)).is_final:
             self._end_without_stop(request, ends, "stop")
             return True
         if num_output_tokens >= request.max_output_tokens:

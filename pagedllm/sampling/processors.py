@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedllm.choices import ChoiceTable
+from pagedllm.choices import ChoiceTable, words_of
 from pagedllm.engine.scheduler_output import NewRequestData
 from pagedllm.errors import RequestError
 
@@ -108,20 +108,25 @@ class BadWords:
 class Choices:
     """structured_outputs.choice: tokens that lead to one of them; what ends an output may come at a whole one only."""
 
-    def __init__(self, table: ChoiceTable, ending_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(self, table: ChoiceTable, ending_ids: Iterable[int]) -> None:
         self._table = table
-        self._ending = token_words(ending_ids, vocab_size)
-        self._output: list[int] = []
+        self._ending = words_of(ending_ids)
+        self._prefixes = [b""]  # of the output so far, by its number of tokens
 
     def fill(self, row: MaskRow) -> None:
-        prefix = self._table.prefix(self._output)
-        row &= self._table.mask(prefix, len(row)) & ~self._ending | self._table.is_complete(prefix) * self._ending
+        state, ending, words = self._table.state(self._prefixes[-1]), self._ending, row.view(np.uint32)
+        kept = [(i, int(words[i]) & bits & ~ending.get(i, 0)) for i, bits in state.words.items()]
+        if state.is_complete:
+            kept += [(i, int(words[i]) & bits) for i, bits in ending.items()]
+        words.fill(0)
+        for i, bits in kept:
+            words[i] |= bits
 
     def accept(self, token_id: int) -> None:
-        self._output.append(token_id)
+        self._prefixes.append(self._prefixes[-1] + self._table.prefix((token_id,)))
 
     def rollback(self, num_tokens: int) -> None:
-        del self._output[len(self._output) - num_tokens :]
+        del self._prefixes[len(self._prefixes) - num_tokens :]
 
 
 def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[MaskProcessor, ...]:
@@ -133,7 +138,7 @@ def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[Mask
     if not params.ignore_eos:
         ending_ids.update(request.eos_token_ids)
     if request.choices is not None:
-        masks.append(Choices(request.choices, ending_ids, vocab_size))
+        masks.append(Choices(request.choices, ending_ids))
     if params.min_tokens > 0 and ending_ids:
         masks.append(MinTokens(params.min_tokens, ending_ids, vocab_size))
     if request.bad_word_ids:
