@@ -23,6 +23,7 @@ class SamplingRows:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
         self.seed = np.zeros(max_num_seqs, np.int64)
+        self.sample_index = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int32)  # besides the prompt token's own
         self.masks: dict[int, tuple[MaskProcessor, ...]] = {}  # by row, only rows that have any
@@ -39,6 +40,7 @@ class SamplingRows:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
+        self.sample_index[row] = request.sample_index
         if params.logprobs is not None:
             self.num_logprobs[row] = self._num_top(params.logprobs)
         self.num_prompt_logprobs[row] = self._num_top(params.prompt_logprobs or 0)
