@@ -43,7 +43,8 @@ def score_by_transformers(model_path: str, pairs: Pairs, num_threads: int) -> tu
     import torch
     import transformers
 
-    torch.set_num_threads(num_threads)
+    from pagedllm.runtime.device import torch_threads
+
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     found: list[float] = []
 
@@ -56,7 +57,7 @@ def score_by_transformers(model_path: str, pairs: Pairs, num_threads: int) -> tu
             picked = logits.log_softmax(-1).gather(2, ids[:, -CANDIDATE_TOKENS:, None])
             found.extend(picked.sum((1, 2)).tolist())
 
-    with torch.inference_mode():
+    with torch.inference_mode(), torch_threads(num_threads):
         run(BATCH)
         taken = seconds(lambda: run(len(pairs)))
     return found, taken
