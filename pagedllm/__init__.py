@@ -19,31 +19,37 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "pagedllm.llm",
     "BatchError": "pagedllm.errors",
+    "BeamSearchParams": "pagedllm.beam_search_params",
     "CompletionOutput": "pagedllm.outputs",
     "NotSupportedError": "pagedllm.errors",
     "PagedLLMError": "pagedllm.errors",
     "RequestError": "pagedllm.errors",
     "RequestOutput": "pagedllm.outputs",
     "SamplingParams": "pagedllm.sampling_params",
+    "StructuredOutputsParams": "pagedllm.structured_outputs",
 }
 
 __all__ = [
     "LLM",
     "BatchError",
+    "BeamSearchParams",
     "CompletionOutput",
     "NotSupportedError",
     "PagedLLMError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
 if TYPE_CHECKING:
+    from pagedllm.beam_search_params import BeamSearchParams
     from pagedllm.errors import BatchError, NotSupportedError, PagedLLMError, RequestError
     from pagedllm.llm import LLM
     from pagedllm.outputs import CompletionOutput, RequestOutput
     from pagedllm.sampling_params import SamplingParams
+    from pagedllm.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -67,12 +67,12 @@ class NotSupportedError(PagedLLMError, NotImplementedError):
     """A known feature that this version does not have; the message names the way out."""
 
 
-class OutOfMemoryError(PagedLLMError, MemoryError):
-    """A GPU's memory does not hold what was asked for; the message says what to make smaller."""
-
-
 class ModelError(PagedLLMError, ValueError):
     """A model folder or file cannot be used; the message says which file, what is wrong and how to mend it."""
+
+
+class NotEnoughMemoryError(PagedLLMError, ValueError, MemoryError):
+    """The model, or a KV cache for it, does not fit; the message has the numbers. Another setting may mend it."""
 
 
 class LibraryError(PagedLLMError, ImportError):

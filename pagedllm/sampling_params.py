@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.errors import RequestError
 from pagedllm.keywords import RENAMED_SAMPLING_PARAMS, checks_keywords, unknown_name
+from pagedllm.structured_outputs import StructuredOutputsParams
 from pagedllm.vllm_keywords import FOREIGN_SAMPLING_PARAMS
 
 GREEDY_EPSILON = 1e-5  # temperatures below are greedy
@@ -35,14 +36,17 @@ BOOLS = (
 class SamplingParams:
     """What a request asks of the sampler; the defaults are neutral.
 
+    n: outputs per prompt, each drawn from a stream of its own; the first is that of n=1. Greedy ones are all equal.
     temperature: 0..2; under 1e-5 greedy. top_p: (0, 1]. top_k: 0 or -1 = off. min_p: [0, 1].
     presence_penalty, frequency_penalty: [-2, 2], over the output. repetition_penalty: > 0, over prompt and output.
     seed: an int makes the request repeat itself; None or -1 draws from the LLM's seed.
     max_tokens: None = up to max_model_len. min_tokens holds back every way of ending.
     stop: the text is cut before the earliest match. stop_token_ids: end the output like an eos id.
     ignore_eos: only stop, stop_token_ids and lengths end the output.
-    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary.
+    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary. prompt_logprobs: the same for
+        the prompt's tokens, from the model's own logits; with max_tokens=0 nothing else is computed.
     logit_bias: {id: number}, clamped to +-100. allowed_token_ids: nothing else is ever sampled.
+    structured_outputs: StructuredOutputsParams(choice=[...]): the output is one of these texts.
     bad_words: never in the output, in the tokens that the tokenizer writes each with, with and without a leading space.
     logits_processors: callables f(token_ids, logits) -> logits, applied in order, after masks and bias and before
         penalties. token_ids: the output so far; logits: a [vocab_size] float32 tensor that may be edited in place.
@@ -71,7 +75,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = ()
     allowed_token_ids: Sequence[int] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = ()
 
     def __post_init__(self) -> None:
@@ -89,11 +93,18 @@ class SamplingParams:
         bias = merged.get("logit_bias")
         if isinstance(bias, Mapping):
             merged["logit_bias"] = {_id_of_digits(key): value for key, value in bias.items()}
+        if isinstance(merged.get("structured_outputs"), Mapping):
+            merged["structured_outputs"] = StructuredOutputsParams.from_json(merged["structured_outputs"])
         return cls(**merged)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
+
+    @property
+    def num_samples(self) -> int:
+        """That run for a prompt: greedy ones are all equal."""
+        return 1 if self.is_greedy else self.n
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -107,6 +118,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, (list, dict)):
                 setattr(twin, name, copy.copy(value))
+        if self.structured_outputs is not None:
+            twin.structured_outputs = copy.copy(self.structured_outputs)
         return twin
 
     def verify(self) -> None:
@@ -117,11 +130,11 @@ class SamplingParams:
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "a bool", getattr(self, name))
-        if self.n != 1:
-            raise NotSupportedError(f"n={self.n} is not supported yet: pass the prompt {self.n} times, with seeds")
-        for name in ("prompt_logprobs", "structured_outputs"):
-            if getattr(self, name) is not None:
-                raise NotSupportedError(f"{name} is not supported yet: leave it None")
+        structured = self.structured_outputs
+        if structured is not None:
+            if not isinstance(structured, StructuredOutputsParams):
+                raise _invalid("structured_outputs", "None or StructuredOutputsParams(choice=[...])", structured)
+            structured.verify()
 
     def _verify_numbers(self) -> None:
         def check(name: str, wanted: str, is_valid: Callable[[Any], bool]) -> None:
@@ -188,8 +201,10 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise _invalid(name, f"ids in [0, {vocab_size})", token_id)
-        if self.logprobs is not None and self.logprobs > max_logprobs:
-            raise _invalid("logprobs", f"at most max_logprobs ({max_logprobs}), or -1", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise _invalid(name, f"at most max_logprobs ({max_logprobs}), or -1", value)
 
 
 def is_int(value: object) -> bool:

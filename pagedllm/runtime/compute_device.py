@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedllm.errors import NotSupportedError, OutOfMemoryError
+from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
 from pagedllm.model.host_memory import DeviceMemory, HostMemory, Memory, aligned
 from pagedllm.ops.library import CUDA_LIBRARY
 
@@ -228,10 +228,10 @@ def _open_cuda(device: str, index: int, way_out: str) -> CudaDevice:
     return CudaDevice(index)
 
 
-def out_of_memory(device: ComputeDevice, error: torch.OutOfMemoryError) -> OutOfMemoryError:
+def out_of_memory(device: ComputeDevice, error: torch.OutOfMemoryError) -> NotEnoughMemoryError:
     """In one line."""
     reason = str(error).split(". ")[0].splitlines()[0]
-    return OutOfMemoryError(
+    return NotEnoughMemoryError(
         f"{device.name} is out of memory ({reason}): take a smaller model, max_num_batched_tokens, max_num_seqs or "
         "gpu_memory_utilization, or end what else uses the GPU"
     )

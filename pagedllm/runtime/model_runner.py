@@ -8,7 +8,10 @@ The runner keeps the tokens it samples, so that a running request's next plan ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +31,25 @@ from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
+from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from pagedllm.sampling.sampler import Sampler, SamplerInput
+
+NUM_SAMPLES = attrgetter("num_samples")
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """What is sampled in a step."""
+
+    given: SamplerInput
+    sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
+    places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [*self.given.arrays, *(() if self.places is None else (self.places,))]
 
 
 class ModelRunner:
@@ -49,6 +69,7 @@ class ModelRunner:
         device: ComputeDevice,
         shares_prefixes: bool,
         captures_graphs: bool,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
 
@@ -69,8 +90,11 @@ class ModelRunner:
         )
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
-        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
-        self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
+        self.buffers = decoder.allocate_buffers(
+            max_num_batched_tokens, num_logits_rows(max_num_seqs, max_num_batched_tokens)
+        )
+        self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
         self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
@@ -88,21 +112,21 @@ class ModelRunner:
             if not plan.scheduled:
                 return ModelRunnerOutput((), ())
             batch = build_forward_batch(plan, self.rows, self.block_size)
-            given = self._prepare_sampler(batch)
+            draws = self._prepare_draws(plan, batch)
             try:
-                logits, staged = self.forward(batch, given)
-                return self._sample(plan, batch, logits, given, staged)
+                logits, staged = self.forward(batch, draws.arrays if draws else [])
+                output = self._sample(plan, batch, logits, draws, staged)
+                return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(self.device, error) from error
 
-    def forward(self, batch: ForwardBatch, given: SamplerInput | None) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
-        of `given` on the device: all that a step reads is brought there at once."""
+        of `tail` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
         plan = builder.plan(batch)
-        tail = given.arrays if given is not None else []
         graphs = self.decode_graphs
         if graphs is not None and graphs.serves(batch):
             logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
@@ -120,7 +144,8 @@ class ModelRunner:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes, self.decode_graphs, self.stager
+        del self.decoder, self.buffers, self.metadata_builder, self.scorer
+        del self.decode_tapes, self.decode_graphs, self.stager
         if isinstance(self.device, Gpu):
             self.device.trim()
 
@@ -147,51 +172,92 @@ class ModelRunner:
             for layer in self.kv_cache.layers:
                 self.backend.copy_blocks(layer, tensor)
 
-    def _prepare_sampler(self, batch: ForwardBatch) -> SamplerInput | None:
-        """Of the wanted rows; None where there are none."""
+    def _prepare_draws(self, plan: SchedulerOutput, batch: ForwardBatch) -> _Draws | None:
+        """None where nothing is sampled."""
         if not len(batch.logits_indices):
             return None
-        sequences = batch.logits_sequences
+        sequences, offsets, places = batch.logits_sequences, np.zeros(1, np.int32), None
+        if set(map(NUM_SAMPLES, plan.scheduled)) != {1}:
+            places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
+            sequences = sequences[places]
         rows = batch.rows[sequences]
-        return self.sampler.prepare(rows, batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows])
+        positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
+        given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
+        return _Draws(given, sequences, places)
 
     def _sample(
         self,
         plan: SchedulerOutput,
         batch: ForwardBatch,
         logits: Tensor,
-        given: SamplerInput | None,
+        draws: _Draws | None,
         staged: Sequence[Tensor],
     ) -> ModelRunnerOutput:
-        """One token for each sequence whose last token was computed; the runner's rows take it up."""
+        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
-        if given is not None:
-            sequences = batch.logits_sequences
-            output = self.sampler.run(logits, given, staged)
+        if draws is not None:
+            sequences = draws.sequences
+            if draws.places is not None:
+                logits, staged = logits[staged[-1]], staged[:-1]
+            output = self.sampler.run(logits, draws.given, staged)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] = () if entry is None else (entry,)
+                    logprobs[seq] += () if entry is None else (entry,)
             errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
-            self._keep(batch, output, sampled, is_finite)
+            for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
+                sampled[seq] += (token_id,)
+            kept = batch.logits_sequences
+            if draws.places is not None or min(output.token_ids) < 0:
+                kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
+            self._keep(batch, kept, sampled)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
-    def _keep(
-        self, batch: ForwardBatch, output: SamplerOutput, sampled: list[tuple[int, ...]], is_finite: list[bool]
-    ) -> None:
-        sequences, token_ids = batch.logits_sequences, np.array(output.token_ids, np.int32)
-        rows = batch.rows[sequences]
-        self.rows.token_ids[rows, batch.seq_lens[sequences]] = token_ids
-        self.rows.num_tokens[rows] = batch.seq_lens[sequences] + 1
-        has_state = self.sampling_rows.has_stateful_rows
-        for seq, row, token_id in zip(sequences.tolist(), rows.tolist(), output.token_ids, strict=True):
-            if token_id < 0:
-                is_finite[seq] = False
-                continue
-            sampled[seq] = (token_id,)
-            if has_state:
+    def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The output with the logprobs of prompt tokens; the step's logits are done with."""
+        scores = self.scorer.score(batch)
+        is_finite = list(output.is_finite)
+        for seq, rows in scores.items():
+            is_finite[seq] = is_finite[seq] and not np.isnan(rows.logprobs[:, 0]).any()
+        prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
+        return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
+
+    def _keep(self, batch: ForwardBatch, sequences: NDArray[np.intp], sampled: Sequence[tuple[int, ...]]) -> None:
+        rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
+        token_ids = [sampled[seq][0] for seq in sequences.tolist()]
+        self.rows.token_ids[rows, ends] = token_ids
+        self.rows.num_tokens[rows] = ends + 1
+        if self.sampling_rows.has_stateful_rows:
+            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
                 self.sampling_rows.accept(row, token_id)
+
+
+def _drop_what_is_not_kept(
+    plan: SchedulerOutput, sequences: NDArray[np.intp], sampled: list[tuple[int, ...]], is_finite: list[bool]
+) -> NDArray[np.intp]:
+    """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere; returns
+    the other sequences."""
+    kept = []
+    for seq in sequences.tolist():
+        is_finite[seq] = min(sampled[seq]) >= 0
+        if is_finite[seq] and plan.scheduled[seq].num_samples:
+            kept.append(seq)
+        else:
+            sampled[seq] = ()
+    return np.array(kept, np.intp)
+
+
+def num_logits_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Rows of logits that a step holds at a time: one a request to sample, or a slice of a prompt."""
+    return min(max(max_num_seqs, SLICE_ROWS), max_num_batched_tokens)
+
+
+def _repeated(counts: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Each place as often as it counts, at least once, and the number of each among its equals."""
+    places = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    firsts = np.searchsorted(places, places)
+    return places, (np.arange(len(places)) - firsts).astype(np.int32)

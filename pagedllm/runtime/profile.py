@@ -120,6 +120,8 @@ def _full_batch(
         block_tables=(np.arange(num_seqs * blocks_per_seq, dtype=np.int32).reshape(num_seqs, -1),) * num_kv_groups,
         logits_indices=wanted,
         logits_sequences=sequences[wanted],
+        scored_indices=wanted[:0],
+        scored_sequences=sequences[:0],
     )
 
 

@@ -30,7 +30,7 @@ from pagedllm.runtime.compute_device import ComputeDevice, Gpu, open_device, out
 from pagedllm.runtime.cuda_graph import graph_sizes, workspace_size
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
-from pagedllm.runtime.model_runner import ModelRunner
+from pagedllm.runtime.model_runner import ModelRunner, num_logits_rows
 from pagedllm.runtime.probe import varying_products
 from pagedllm.runtime.profile import StepProfile, profile_on_gpu, profile_step
 from pagedllm.runtime.resolve import (
@@ -78,7 +78,7 @@ class Runtime:
 def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     """Builds everything but the engine.
 
-    Raises ValueError, ModelError, LibraryError, NotSupportedError or OutOfMemoryError, by name.
+    Raises ValueError, ModelError, LibraryError, NotSupportedError or NotEnoughMemoryError, by name.
     """
     device = open_device(config.device)
     check_block_size(config.block_size)
@@ -101,7 +101,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
     sizes = {
         "block_size": config.block_size,
         "num_tokens": full_step,
-        "num_logits": min(max_num_seqs, full_step),
+        "num_logits": num_logits_rows(max_num_seqs, full_step),
     }
     with torch_threads(num_threads), contextlib.ExitStack() as on_failure:
         with torch.inference_mode():
@@ -142,6 +142,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             num_threads=num_threads,
+            logprobs_mode=config.logprobs_mode,
             recorder=kernels.path if can_record and not config.enforce_eager else None,
             device=device,
             shares_prefixes=config.enable_prefix_caching,

@@ -1,7 +1,8 @@
 """Sampler: logits in, one token a row out, with logprobs where asked for. Rows never influence each other.
 
 Order (SURFACE): raw logprobs, masks, bias, user callables, penalties, temperature, min_p, top_k, top_p, draw. The raw
-logits of rows that want logprobs are kept aside only if something edits logits in this step.
+logits of rows that want logprobs are kept aside only if something edits logits in this step. With
+logprobs_mode="processed_logprobs" the logprobs are of the distribution that is drawn from.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.errors import RequestError
-from pagedllm.ops.sampling import process_logits, sample, top_logprobs
+from pagedllm.ops.sampling import kept_weight, process_logits, sample, top_logprobs
 from pagedllm.request import TokenLogprobs
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.processors import token_words
 
 NO_PENALTIES = (1.0, 0.0, 0.0)
-NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+NO_TOKEN_LEFT = "allowed_token_ids, choices, bad_words and min_tokens together leave no token to choose"
 NOTHING = (None,) * 4
 Array = NDArray[Any]
 EMPTY_IDS = np.zeros(0, np.int32)
@@ -34,6 +35,13 @@ class SamplerOutput:
     token_ids: list[int]  # [R]; -1 where the logits were not finite, and where there is an error
     logprobs: list[TokenLogprobs | None] | None  # [R], or None where nobody asked
     errors: dict[int, RequestError] = field(default_factory=dict)  # by place in R: a callable raised, say
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    token_ids: NDArray[np.int32]  # [R, 1 + k]: the row's own token, then the top k in order
+    logprobs: NDArray[np.float32]  # [R, 1 + k]
+    ranks: NDArray[np.int32]  # [R] of the row's own token
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +65,42 @@ class SamplerInput:
 
 
 class Sampler:
-    def __init__(self, namespace: str, vocab_size: int, rows: SamplingRows) -> None:
+    def __init__(
+        self, namespace: str, vocab_size: int, rows: SamplingRows, logprobs_mode: str = "raw_logprobs"
+    ) -> None:
         self.namespace = namespace
+        self.logprobs_mode = logprobs_mode
         self.vocab_size = vocab_size
         self.rows = rows
         self._all_tokens = token_words(range(vocab_size), vocab_size)
 
-    def sample(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> SamplerOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.intp],
+        output_positions: NDArray[np.int32],
+        sample_indices: NDArray[np.int32],
+    ) -> SamplerOutput:
         """`prepare` and `run`, of logits on the CPU."""
-        given = self.prepare(rows, output_positions)
+        given = self.prepare(rows, output_positions, sample_indices)
         return self.run(logits, given, [torch.from_numpy(array) for array in given.arrays])
 
-    def prepare(self, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> SamplerInput:
-        """rows [R] persistent rows; output_positions [R] of the tokens to draw."""
+    def prepare(
+        self, rows: NDArray[np.intp], output_positions: NDArray[np.int32], sample_indices: NDArray[np.int32]
+    ) -> SamplerInput:
+        """rows [R] persistent rows, several times where several samples are drawn; output_positions, sample_indices [R]
+        of the tokens to draw."""
         row_list: list[int] = rows.tolist()
         errors: dict[int, RequestError] = {}
         edits = self._edits(row_list, errors)
         state = self.rows
-        counter = np.zeros((len(rows), 2), np.int32)  # sample index, output position
-        counter[:, 1] = output_positions
         columns = (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)
         return SamplerInput(
             rows=row_list,
             num_logprobs=state.num_logprobs[rows],
             has_user=bool(state.user) and not state.user.keys().isdisjoint(row_list),
             edits=edits,
-            parameters=(*(column[rows] for column in columns), counter),
+            parameters=(*(column[rows] for column in columns), np.stack((sample_indices, output_positions), 1)),
             errors=errors,
         )
 
@@ -96,7 +114,7 @@ class Sampler:
             edits = tuple(None if edit is None else next(found) for edit in given.edits)
         errors = dict(given.errors)
         raw: Tensor | None = None
-        if len(wants_logprobs):
+        if len(wants_logprobs) and self.logprobs_mode == "raw_logprobs":
             raw = logits if len(wants_logprobs) == len(given.rows) else logits[wants_logprobs]
             if raw is logits and (edits is not None or given.has_user):
                 raw = logits.clone()
@@ -109,6 +127,8 @@ class Sampler:
         if errors:
             token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
+        if len(wants_logprobs) and raw is None:
+            raw = self._processed(logits[wants_logprobs], token_ids.tolist(), given)
         if raw is not None:
             logprobs = [None] * len(given.rows)
             places = given.wants_logprobs
@@ -137,6 +157,23 @@ class Sampler:
         if edits is not None:
             process_logits(self.namespace, logits, *(*NOTHING, *edits[4:]))
 
+    def _processed(self, processed: Tensor, token_ids: Sequence[int], given: SamplerInput) -> Tensor:
+        """`processed`, the rows that want logprobs: by their temperature, and -inf where min_p, top_k or top_p drop a
+        token. token_ids [R]"""
+        state = self.rows
+        for z, i in zip(processed, given.wants_logprobs.tolist(), strict=True):
+            row = given.rows[i]
+            temperature, top_k, top_p, min_p = (
+                column[row].item() for column in (state.temperature, state.top_k, state.top_p, state.min_p)
+            )
+            if temperature == 0 or token_ids[i] < 0:
+                continue
+            if top_k > 0 or top_p < 1 or min_p > 0:
+                keep = kept_weight(z, temperature, top_k, top_p, min_p) > 0
+                z.masked_fill_(~keep, -torch.inf)
+            z.div_(temperature)
+        return processed
+
     def _edits(self, rows: Sequence[int], errors: dict[int, RequestError]) -> tuple[Array | None, ...] | None:
         """The arguments of process_logits after the logits, four for masks and bias, four for penalties; None where no
         row has any. A row whose masks leave no token is an error."""
@@ -164,19 +201,25 @@ class Sampler:
             return None
         return (bitmask, *(bias or (None,) * 3), *(penalties or (None,) * 4))
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
-        num_rows, k = len(ks), int(ks.max())
-        device = logits.device
+    def top_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+        """Of each row's own token, token_ids [R] int32, and of its k likeliest; NaN where logits are not finite."""
+        num_rows, device = len(token_ids), logits.device
         top_ids = torch.empty((num_rows, k), dtype=torch.int32, device=device)
         top_values = torch.empty((num_rows, k), dtype=torch.float32, device=device)
         values = torch.empty(num_rows, dtype=torch.float32, device=device)
         ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
         top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
-        ids = np.concatenate((token_ids[:, None].cpu().numpy(), top_ids.cpu().numpy()), 1)
-        logprobs = np.concatenate((values[:, None].cpu().numpy(), top_values.cpu().numpy()), 1)
+        return TopLogprobs(
+            np.concatenate((token_ids[:, None].cpu().numpy(), top_ids.cpu().numpy()), 1),
+            np.concatenate((values[:, None].cpu().numpy(), top_values.cpu().numpy()), 1),
+            ranks.cpu().numpy(),
+        )
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
+        found = self.top_logprobs(logits, token_ids, int(ks.max()))
         return [
-            TokenLogprobs(ids[i, : 1 + n].copy(), logprobs[i, : 1 + n].copy(), rank) if rank else None
-            for i, (n, rank) in enumerate(zip(ks.tolist(), ranks.tolist(), strict=True))
+            TokenLogprobs(found.token_ids[i, : 1 + n].copy(), found.logprobs[i, : 1 + n].copy(), rank) if rank else None
+            for i, (n, rank) in enumerate(zip(ks.tolist(), found.ranks.tolist(), strict=True))
         ]
 
 

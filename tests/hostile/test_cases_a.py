@@ -1,4 +1,5 @@
-"""CASES (a): what sampling parameters mean, each case's whole kind. A15 A17 A18 A20 A21 A22 A25 are elsewhere.
+"""CASES (a): what sampling parameters mean, each case's whole kind. A15 and A17 are in test_cases_samples.py, A18,
+A20 and A21 in test_cases_scores.py, A22 and A25 elsewhere.
 
 User callables make the tiny model say what a case needs, so that nothing here hangs on what random weights prefer.
 """

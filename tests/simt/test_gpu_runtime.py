@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedllm import LLM, SamplingParams
-from pagedllm.errors import OutOfMemoryError
+from pagedllm.errors import NotEnoughMemoryError
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.outputs import RequestOutput
 from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
@@ -178,7 +178,7 @@ def broken(*args: object) -> None:
 
 
 def test_out_of_memory_is_said_in_one_line(emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"^Fake GPU is out of memory \(CUDA out of memory\): take"):
+    with pytest.raises(NotEnoughMemoryError, match=r"^Fake GPU is out of memory \(CUDA out of memory\): take"):
         open_llm(folder, monkeypatch, FakeGpu(total=MIB, used_by_others=MIB - 4096))
 
     def refuse(*args: object) -> None:
@@ -186,7 +186,7 @@ def test_out_of_memory_is_said_in_one_line(emulator: Emulator, folder: Path, mon
 
     with open_llm(folder, monkeypatch, FakeGpu()) as llm:
         monkeypatch.setattr(DecodeGraphs, "forward", refuse)
-        with pytest.raises(OutOfMemoryError, match="Fake GPU is out of memory"):
+        with pytest.raises(NotEnoughMemoryError, match="Fake GPU is out of memory"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
