@@ -112,12 +112,15 @@ def check_gpu() -> Finding:
             return Finding("ok", "gpu", "none; the CPU is used")
         value = f"NVIDIA driver {driver}, but torch {torch.__version__} was built without CUDA"
         return Finding("warn", "gpu", value, "install a CUDA build of torch to use the GPU; the CPU is used")
+    if not torch.cuda.is_available():
+        value = f"torch for CUDA {torch.version.cuda} finds no GPU, driver {driver or 'not loaded'}"
+        return Finding("warn", "gpu", value, "load the NVIDIA driver, or pass device='cpu'")
     try:
         device = open_device("cuda")
         load_cuda_kernels()
     except PagedLLMError as error:
         # without the library device="auto" takes the CPU
-        return Finding("fail" if CUDA_LIBRARY.exists() else "warn", "gpu", f"{error}; driver {driver or 'not loaded'}")
+        return Finding("fail" if CUDA_LIBRARY.exists() else "warn", "gpu", f"{error}; driver {driver}")
     properties = torch.cuda.get_device_properties(device.torch_device)
     value = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / GIB:.0f} GiB"
     return Finding("ok", "gpu", f"{value}, driver {driver}, CUDA {torch.version.cuda}")

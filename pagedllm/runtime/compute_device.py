@@ -212,7 +212,7 @@ def _open_cuda(device: str, index: int, way_out: str) -> CudaDevice:
     try:
         torch.cuda.init()
         count = torch.cuda.device_count()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         reason = str(error).splitlines()[0]
         raise NotSupportedError(
             f"device={device!r} finds no usable GPU and driver ({reason}): {way_out} mend that"
