@@ -93,6 +93,10 @@ def add_job_flags(run: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-failed", type=_max_failed, metavar="N|P%", help="stop if more rows fail; no more than that is no error"
     )
+    group.add_argument(
+        "--report", metavar="FILE", help="how it went, as .html (with charts, by the extra `charts`), .json or .md"
+    )
+    group.add_argument("--report-text", action="store_true", help="quote some outputs in the report")
 
 
 def add_row_flags(run: argparse.ArgumentParser) -> None:
@@ -154,6 +158,8 @@ def run_command(args: argparse.Namespace) -> int:
                     shard=args.shard,
                     order=args.order,
                     max_failed=args.max_failed,
+                    report=args.report,
+                    report_text=args.report_text,
                     template=_text(args.template, args.template_file),
                     chat=args.chat,
                     system=_text(args.system, args.system_file),

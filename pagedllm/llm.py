@@ -317,6 +317,8 @@ class LLM:
         shard: tuple[int, int] = (1, 1),
         order: Order = "input",
         max_failed: int | float | None = None,
+        report: str | os.PathLike[str] | None = None,
+        report_text: bool = False,
         template: str | None = None,
         chat: bool = False,
         system: str | None = None,
@@ -339,6 +341,8 @@ class LLM:
             behind `system` where that is given, which implies chat.
         keep: of the input's columns: "all", "none" or a list. output_column: the name of the text's column;
             output_prefix: stands before the names of the result's columns.
+        report: a file to tell how it went, .html (with charts where matplotlib is installed), .json or .md; rows by
+            number and id, with report_text also some outputs.
 
         Raises as `pagedllm.jobs.opening.open_job` and `Job.run`; a bad row has its reason in its `error` column.
         """
@@ -355,6 +359,8 @@ class LLM:
             shard=shard,
             order=order,
             max_failed=max_failed,
+            report=report,
+            report_text=report_text,
             template=template,
             chat=chat,
             system=system,

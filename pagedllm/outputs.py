@@ -91,6 +91,9 @@ class RequestMetrics:
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_steps: int  # from its first admission to its end
+    max_output_tokens: int  # of each sample
+    num_samples: int  # that ran; greedy ones are equal and run once
 
 
 @dataclass(slots=True)
@@ -139,6 +142,9 @@ class RequestOutput:
                 sum(sample.num_output_tokens for sample in request.samples),
                 request.num_cached_tokens,
                 sum(sample.num_preemptions for sample in request.samples),
+                request.num_steps,
+                request.max_output_tokens,
+                len(request.samples),
             ),
             finished=all(sample.is_finished and sample.finish_reason != "abort" for sample in request.samples),
         )

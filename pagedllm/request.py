@@ -74,6 +74,8 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     num_preemptions: int = 0
+    first_step: int = 0  # number of the step that admitted it first
+    num_steps: int = 0  # set at the end: how many it took from then on
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
 
     text: str | None = None  # set at finish, unless sampling_params.detokenize is False

@@ -97,6 +97,11 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     @property
+    def num_samples(self) -> int:
+        """That run for a prompt: greedy ones are all equal."""
+        return 1 if self.is_greedy else self.n
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -98,6 +98,8 @@ def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
         "prefix hits",
         "KV cache",
         "preemptions",
+        "deterministic yes: the same rows give the same tokens",
+        "limited by",
     ]
     assert "peak 2 of 512 blocks of 16 tokens" in err
 

@@ -88,6 +88,7 @@ class RequestStates:
         """Takes a request; one that can never run ends at once."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
+        request.first_step = self.stats.num_steps
         self.requests[request.request_id] = request
         error = why_never(
             request,
@@ -110,7 +111,7 @@ class RequestStates:
             group = self._groups[request.request_id] = BeamGroup.of(request)
             self._plant(group)
         else:
-            if request.sampling_params.n > 1 and not request.sampling_params.is_greedy:
+            if request.sampling_params.num_samples > 1:
                 self._open_family(request)
             self._wait(request)
 
@@ -187,6 +188,7 @@ class RequestStates:
             family.num_open -= 1
             added = None if family.num_open else family.first
         if added is not None:
+            added.num_steps = self.stats.num_steps - added.first_step
             self.ended.append(added)
             self.stats.count_end(added.finish_reason if added.error is None else "error")
             self._families.pop(added.request_id, None)

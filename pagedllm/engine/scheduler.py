@@ -51,6 +51,7 @@ class Scheduler(RequestStates):
         budget, has_preempted_more = self._schedule_running(scheduled, self.max_num_batched_tokens)
         if not has_preempted and not has_preempted_more:
             budget = self._schedule_admissions(scheduled, budget)
+        self._count_limit(budget)
         if not scheduled and not self.ended:
             raise RuntimeError(f"no request can advance: {self.dump()}")
         self._last_released = tuple(self._released)
@@ -327,13 +328,26 @@ class Scheduler(RequestStates):
     def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_preemptions == 0 and request.sample_index == 0:
             added = self.find(request.family_id) or request
+            added.first_step = self.stats.num_steps
             added.num_cached_tokens = num_cached_tokens
             self.stats.num_prompt_tokens += request.num_prompt_tokens
             self.stats.num_cached_tokens += num_cached_tokens
 
+    def _count_limit(self, budget: int) -> None:
+        """What kept others waiting in the step that was just planned."""
+        if len(self._waiting) == self._num_aborted_waiting:
+            return
+        if not budget:
+            self.stats.num_steps_limited_by_tokens += 1
+        elif len(self.running) >= self.max_num_seqs:
+            self.stats.num_steps_limited_by_seqs += 1
+        else:
+            self.stats.num_steps_limited_by_blocks += 1
+
     def _count_step(self, plan: SchedulerOutput) -> None:
         stats, num_blocks = self.stats, self.kv_cache.pool.num_used
         stats.num_steps += 1
+        stats.num_used_blocks = num_blocks
         stats.num_computed_tokens += plan.num_tokens
         stats.sum_allocated_slots += num_blocks * self.kv_cache.block_size
         stats.sum_wasted_slots += self.kv_cache.num_wasted_slots

@@ -166,5 +166,6 @@ def _finished_job(files: JobFiles, options: JobOptions) -> Job:
     job.is_done = True
     job.report.count_resumed(manifest["rows"], manifest["failed"], manifest["cut"])
     job.report.first_error = manifest["first_error"]
+    job.report.is_finished = True
     files.drop_journal()
     return job

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedllm.jobs.prompting import PromptForm
+from pagedllm.jobs.report_page import check_report_path
 from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
 from pagedllm.prompts import brief
 from pagedllm.sampling_params import SamplingParams, is_int
@@ -39,6 +41,8 @@ class JobOptions:
     keep: str | Sequence[str] = "all"  # "all", "none" or names
     output_column: str = "output"
     output_prefix: str = ""
+    report: str | os.PathLike[str] | None = None
+    report_text: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -56,6 +60,8 @@ class JobOptions:
             raise ValueError(f"max_failed must be None, an int >= 0 or a share from 0.0 to 1.0, got {self.max_failed}")
         if self.retry is not None and self.if_exists != "resume":
             raise ValueError(f"retry={self.retry!r} continues a job: it needs if_exists='resume'")
+        if self.report is not None:
+            check_report_path(os.fspath(self.report))
         self._verify_texts()
         for name, value in self.sampling_params.items():
             if not _is_json(value):

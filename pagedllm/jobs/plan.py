@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pagedllm.assembly import Assembly
 from pagedllm.driver import drive
+from pagedllm.engine.run_log import Work
 from pagedllm.request import Request
 from pagedllm.request_builder import EncodedPrompt
 from pagedllm.sampling_params import SamplingParams
@@ -48,7 +49,8 @@ class JobPlan:
     num_prompt_tokens: int  # of the rows to run
     num_equal_tokens: int  # prompt tokens of rows that are equal to one
     num_shared_tokens: int  # prompt tokens that stand in another prompt before, so that the prefix cache can have them
-    max_output_tokens: int  # of all rows to run together
+    num_samples: int  # of these rows: more where a row asks for several outputs that differ
+    max_output_tokens: int  # of all of them together
     num_blocks_wanted: int  # by all rows at once, each shared block once, with outputs as long as expected
     num_blocks: int
     bytes_per_block: int
@@ -59,6 +61,10 @@ class JobPlan:
     def num_new_tokens(self) -> int:
         """Prompt tokens that must be computed, if the cache keeps all that is shared."""
         return self.num_prompt_tokens - self.num_shared_tokens
+
+    @property
+    def work(self) -> Work:
+        return Work(self.num_samples, self.num_new_tokens, self.max_output_tokens)
 
     def seconds(self, output_share: float) -> float | None:
         """How long it takes if outputs take this share of their limits; None where nothing was measured."""

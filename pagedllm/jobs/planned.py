@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
+from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import plan_order
 from pagedllm.jobs.continuation import cut_state
 from pagedllm.jobs.journal import CUT, ERROR, UNKNOWN_TOKENS, Journal
@@ -27,7 +27,6 @@ from pagedllm.jobs.options import Retry
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
-from pagedllm.jobs.stream import SEQS_AHEAD
 from pagedllm.jobs.tokens import TOKEN_BYTES, TokenStore
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -67,6 +66,7 @@ class Window:
     tokens: TokenStore
     positions: array[int] = field(default_factory=lambda: array("i"))  # of the rows in the table
     max_output_tokens: array[int] = field(default_factory=lambda: array("i"))
+    num_samples: array[int] = field(default_factory=lambda: array("i"))  # that run for the row
     params: list[SamplingParams | str] = field(default_factory=list)  # the row's own as JSON, where they are many
     order: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # to run, as indices of the above
     num_rows: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # with this id, for each
@@ -109,21 +109,20 @@ class PlannedWork:
         self._retries = retries
         self._note_failed = note_failed
         self._tell_scanned = tell_scanned
-        self._max_in_flight = SEQS_AHEAD * assembly.max_num_seqs
         self._folder = folder
         self._window: Window | None = None  # that is being run
         self._is_scanned = False  # to the last row
         self._first_prompt = ""  # as the model sees it
         self._num_refused = 0
         self._num_built = 0
-        self._requests = self._build_requests()
         self._in_flight: dict[int, tuple[bytes, int]] = {}  # by row: id, num_rows
         self._known_params: dict[str, SamplingParams] = {}  # by the row's own as JSON
 
     def steps(self) -> Generator[None, None, None]:
         """Runs everything; yields after each step."""
         token_text = self._assembly.builder.token_text
-        with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
+        source = feed(self._build_requests(), self._assembly.max_num_seqs)
+        with contextlib.closing(drive(self._assembly.engine, source)) as steps:
             for ended in steps:
                 finished = []
                 for request in ended:
@@ -133,16 +132,6 @@ class PlannedWork:
                 if finished:
                     self._finish(finished)
                 yield
-
-    def _source(self, num_in_flight: int) -> list[Request] | None:
-        if num_in_flight > self._max_in_flight // 2:
-            return []
-        requests: list[Request] = []
-        for request in self._requests:
-            requests.append(request)
-            if len(requests) + num_in_flight >= self._max_in_flight:
-                break
-        return requests or None
 
     @property
     def is_scanned(self) -> bool:
@@ -154,7 +143,8 @@ class PlannedWork:
         window, assembly = self._open_window(), self._assembly
         order, num_rows = window.order, window.num_rows
         lengths = window.tokens.num_bytes() // TOKEN_BYTES
-        limits = np.asarray(window.max_output_tokens, np.int64)
+        num_samples = np.asarray(window.num_samples, np.int64)
+        limits = np.asarray(window.max_output_tokens, np.int64) * num_samples
         num_wanted = int((lengths + limits * EXPECTED_SHARE)[order].sum()) - window.num_shared_tokens
         plan = JobPlan(
             engine=assembly.info,
@@ -167,6 +157,7 @@ class PlannedWork:
             num_prompt_tokens=int(lengths[order].sum()),
             num_equal_tokens=int((lengths[order] * (num_rows[order] - 1)).sum()),
             num_shared_tokens=window.num_shared_tokens,
+            num_samples=int(num_samples[order].sum()),
             max_output_tokens=int(limits[order].sum()),
             num_blocks_wanted=len(order) + num_wanted // assembly.block_size,
             num_blocks=assembly.num_blocks,
@@ -266,6 +257,7 @@ class PlannedWork:
             window.positions.append(len(self.table.rows) - 1)
             window.tokens.append(ready.encoded.token_ids)
             window.max_output_tokens.append(self._reader.max_output_tokens(ready))
+            window.num_samples.append(ready.params.num_samples)
             window.params.append(self._kept_params(ready))
             if not self._first_prompt:
                 self._first_prompt = ready.encoded.text or self._text_of(ready.encoded.token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 import pagedllm
 from pagedllm.assembly import Assembly
 from pagedllm.config import EngineConfig
+from pagedllm.engine.run_log import RunLog
 from pagedllm.errors import PagedLLMError
 from pagedllm.fingerprint import model_digest
 from pagedllm.jobs.changes import count_changes
@@ -32,6 +34,7 @@ from pagedllm.jobs.plan import LOGGED_CHARACTERS, JobPlan
 from pagedllm.jobs.planned import Finished, PlannedWork, RowTable, Window
 from pagedllm.jobs.recovery import facts_for_recovery, recover
 from pagedllm.jobs.report import JobReport
+from pagedllm.jobs.report_page import write_report
 from pagedllm.jobs.rows import RowReader
 from pagedllm.jobs.source import Line, Source
 from pagedllm.jobs.stream import StreamWork
@@ -111,19 +114,27 @@ class Job:
         cannot have, ModelError for the model's own, TooManyFailures, and OSError where a result cannot be written; what
         is written then stays.
         """
-        if self.is_done:
-            return self.report
-        started = time.perf_counter()
+        try:
+            return self.report if self.is_done else self._run(assembly, config, on_progress, on_plan)
+        finally:
+            if self._options.report is not None:
+                write_report(os.fspath(self._options.report), self.report, has_texts=self._options.report_text)
+
+    def _run(
+        self, assembly: Assembly, config: EngineConfig, on_progress: OnProgress | None, on_plan: OnPlan | None
+    ) -> JobReport:
         if isinstance(self._options.max_failed, float):
             self.count_rows()
         reader = self._reader(assembly, config)
         report = self.report
         report.num_blocks, report.block_size = assembly.num_blocks, assembly.block_size
         report.bytes_per_block = assembly.bytes_per_block
+        report.engine = assembly.info
+        log = report.log = RunLog(assembly.engine.stats)
 
         def note_step() -> None:
-            report.seconds = time.perf_counter() - started
-            report.peak_num_blocks = assembly.engine.stats.peak_num_blocks
+            log.note_step(assembly.engine.stats)
+            report.note_step(log)
             if on_progress is not None:
                 on_progress(report)
 
@@ -132,6 +143,7 @@ class Job:
         else:
             self._run_file(assembly, config, reader, self._output, note_step, on_plan)
         self._tell_of_lines(assembly, config)
+        report.is_finished = True
         return report
 
     def plan(self, assembly: Assembly, config: EngineConfig) -> JobPlan:
@@ -211,7 +223,7 @@ class Job:
                         output.write(self._form.line(ready.row.raw, columns_text(values), ready.row.index))
                     else:
                         output.write(self._openai.render(ready.row.raw, values, ready.id.hex()))
-                    self.report.count(result)
+                    self.report.count(result, row_id=ready.id.hex())
                     if result.error is not None:
                         self._check_failures(ready.row.index)
                 note_step()
@@ -242,7 +254,7 @@ class Job:
         def finish(finished: list[Finished]) -> None:
             journal.append([(row.id, row.output.index, self._journal_values(row)) for row in finished])
             for row in finished:
-                self.report.count(row.output, row.num_rows)
+                self.report.count(row.output, row.num_rows, row.id.hex())
                 if row.output.error is not None:
                     self._check_failures(row.output.index)
 
@@ -268,11 +280,13 @@ class Job:
             folder=files.final.parent,
         )
         with contextlib.closing(work), contextlib.closing(work.steps()) as steps:
-            plan = work.plan(measures=on_plan is not None)
+            plan = self.report.plan = work.plan(measures=on_plan is not None)
             if on_plan is not None:
                 on_plan(plan)
             else:
                 assembly.notices.tell(f"the plan\n{plan.text(LOGGED_CHARACTERS)}", INFO)
+            assert self.report.log is not None
+            self.report.log.restart_step(assembly.engine.stats)
             for _ in steps:
                 note_step()
         files.commit(source, work.table, options.order, self._form, self._openai)

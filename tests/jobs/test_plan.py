@@ -111,6 +111,7 @@ def test_the_text_for_people():
         num_prompt_tokens=40_000,
         num_equal_tokens=990,
         num_shared_tokens=10_000,
+        num_samples=1000,
         max_output_tokens=256_000,
         num_blocks_wanted=11_000,
         num_blocks=1024,
