@@ -67,7 +67,8 @@ class Sampler:
         elif edits is not None:
             process_logits(self.namespace, logits, *edits)
         token_ids = self._draw(logits, rows, np.stack((sample_indices, output_positions), 1))
-        token_ids[list(errors)] = -1
+        if errors:
+            token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
         if raw is not None:
             logprobs = [None] * len(rows)
