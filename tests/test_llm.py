@@ -755,7 +755,7 @@ def test_a_long_list_does_not_stand_in_the_engine_before_the_first_step():
 
         def watch(step, plan):
             nonlocal most
-            most = max(most, len(engine.scheduler.requests))
+            most = max(most, len(engine._state.scheduler.requests))  # `scheduler` would empty an engine in mid-step
 
         llm._assembly.runtime.script = watch
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))
