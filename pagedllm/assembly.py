@@ -79,7 +79,11 @@ def _wire(
     if not eos_ids:
         notices.tell(f"{config.model} names no eos token: outputs end by max_tokens or stop only")
     kv_cache = KVCacheManager(
-        runtime.pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        runtime.pool.num_blocks,
+        config.block_size,
+        windows=model.kv_windows,
+        max_num_new_tokens=runtime.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     scheduler = Scheduler(
         kv_cache,

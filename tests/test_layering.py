@@ -22,6 +22,7 @@ LAYER_OF = {
     **dict.fromkeys(
         ("errors", "sampling_params", "outputs", "config", "request", "keywords", "vllm_keywords", "reasoning"), "base"
     ),
+    "kv_groups": "base",
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),

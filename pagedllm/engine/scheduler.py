@@ -180,9 +180,9 @@ class Scheduler:
     def _schedule_admissions(self, scheduled: dict[str, ScheduledRequest], budget: int) -> int:
         """Looks at the head of the waiting queue only; returns the budget that is left.
 
-        A request is admitted if all its present tokens fit and each running one could still take one more block: they
-        will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are expected to
-        ask for, and this one too, unless nobody runs.
+        A request is admitted if all its present tokens fit and each running one could still take one more block a KV
+        group: they will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are
+        expected to ask for, and this one too, unless nobody runs.
         """
         num_spare = self._num_blocks_to_come()
         while budget and self._waiting and len(self.running) < self.max_num_seqs:
@@ -196,7 +196,7 @@ class Scheduler:
             num_own = self._num_blocks_ahead(request) if self.policy.plans_ahead and self.running else 0
             if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
-            num_spare += max(num_own, 1)
+            num_spare += max(num_own, len(self.kv_cache.groups))
             heapq.heappop(self._waiting)
             num_cached_tokens = self.kv_cache.admit(request, computed_blocks)
             self._count_admission(request, num_cached_tokens)
@@ -229,14 +229,13 @@ class Scheduler:
     def _num_blocks_to_come(self) -> int:
         """Blocks to leave free for those that run."""
         if not self.policy.plans_ahead or not self._waiting:
-            return len(self.running)
+            return len(self.running) * len(self.kv_cache.groups)
         return sum(map(self._num_blocks_ahead, self.running))
 
     def _num_blocks_ahead(self, request: Request) -> int:
-        """That the request is expected to take yet, besides those of its present tokens; at least one."""
-        num_tokens, block_size = len(request.token_ids), self.kv_cache.block_size
+        """That the request is expected to take yet, besides those of its present tokens."""
         num_to_come = self._outlook.num_output_tokens(request) - request.num_output_tokens
-        return max(1, -(-(num_tokens + num_to_come) // block_size) - -(-num_tokens // block_size))
+        return self.kv_cache.num_blocks_ahead(len(request.token_ids), num_to_come)
 
     def _preempt_victim(self, scheduled: dict[str, ScheduledRequest]) -> int:
         """Preempts the policy's choice, and drops it from the plan; returns the tokens it had been given there."""

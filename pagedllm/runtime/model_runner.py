@@ -104,8 +104,8 @@ class ModelRunner:
     def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             tensor = torch.tensor(pairs, dtype=torch.int32, device="cpu")
-            for layer in self.kv_cache.layers:
-                self.backend.copy_blocks(layer, tensor)
+            for k_and_v in self.kv_cache.tensors:
+                self.backend.copy_blocks(k_and_v, tensor)
 
     def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
         """One token for each sequence whose last token was computed; the runner's rows take it up."""

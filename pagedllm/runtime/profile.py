@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -59,8 +59,9 @@ def profile_step(
         layer.finish(rows)
 
     seconds = _duration(run_head)
-    for kind, count in Counter[LayerConfig](config.layers).items():
-        seconds += count * _duration(partial(run_layer, config.layers.index(kind)))
+    kinds = [replace(layer, attention=replace(layer.attention, kv_group=0)) for layer in config.layers]
+    for kind, count in Counter[LayerConfig](kinds).items():
+        seconds += count * _duration(partial(run_layer, kinds.index(kind)))
     free_bytes = read_memory_limits().free
     kv_cache.close()
     return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)

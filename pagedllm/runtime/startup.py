@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagedllm.config import EngineConfig
+from pagedllm.kv_groups import UNBOUNDED, KVGroups
 from pagedllm.model.checkpoint import Checkpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
@@ -86,7 +87,9 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     backend, weight_format = choose_formats(kernels, dtype)
     clock.lap("kernels")
     with torch_threads(num_threads), torch.inference_mode():
-        decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format)
+        decoder = load_model(
+            checkpoint, dtype, backend, kernels.namespace, weight_format, config.max_model_len or UNBOUNDED
+        )
         clock.lap("weights")
         profile = profile_step(
             decoder,
@@ -98,8 +101,10 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         clock.lap("profile")
     max_num_batched_tokens = resolve_max_num_batched_tokens(config, profile.seconds)
     block_bytes = bytes_per_block(decoder.config, backend, config.block_size, dtype)
+    groups = KVGroups(config.block_size, decoder.config.kv_windows, max_num_batched_tokens)
     pool = resolve_pool(
         config,
+        groups,
         max_position=decoder.config.max_position,
         bytes_per_block=block_bytes,
         free_bytes=profile.free_bytes,
