@@ -134,4 +134,7 @@ def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "block_size": runtime.block_size,
         "num_blocks": runtime.pool.num_blocks,
         "kv_cache_bytes": runtime.pool.num_bytes,
+        "kv_windows": list(runtime.model_config.kv_windows),
+        "kv_bytes_of_longest_text": runtime.text_memory.num_bytes,
+        "kv_bytes_without_windows": runtime.text_memory.num_bytes_without_windows,
     }

@@ -9,10 +9,12 @@ holds which block is the business of `cache/`; how a block looks inside is the b
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pagedllm.kv_groups import KVGroups
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.ops.attention import AttentionBackend
@@ -22,6 +24,20 @@ def bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_size: 
     """2 x block size x KV heads x head size x bytes per element x layers of a KV group."""
     spec = backend.kv_cache_spec(1, block_size, config.num_kv_heads, config.head_dim, dtype)
     return spec.bytes_per_block * config.num_layers_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class TextMemory:
+    """KV bytes of one text at its largest."""
+
+    num_bytes: int
+    num_bytes_without_windows: int  # if every layer kept the whole text
+
+
+def text_memory(config: ModelConfig, groups: KVGroups, num_tokens: int, bytes_per_block: int) -> TextMemory:
+    bytes_per_layer = bytes_per_block // config.num_layers_per_block
+    num_whole = -(-num_tokens // groups.block_size)
+    return TextMemory(groups.num_blocks(num_tokens) * bytes_per_block, num_whole * config.num_layers * bytes_per_layer)
 
 
 class KVCache:

@@ -27,7 +27,7 @@ from pagedllm.ops.attention import AttentionBackend, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.ops.library import KernelSet, load_kernels
 from pagedllm.runtime.device import read_thread_limits, torch_threads
-from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
+from pagedllm.runtime.kv_cache import KVCache, TextMemory, bytes_per_block, text_memory
 from pagedllm.runtime.model_runner import ModelRunner
 from pagedllm.runtime.profile import StepProfile, profile_step
 from pagedllm.runtime.resolve import (
@@ -42,6 +42,7 @@ from pagedllm.runtime.resolve import (
     resolve_pool,
 )
 
+MIB = 1 << 20
 logger = logging.getLogger("pagedllm")
 
 
@@ -54,6 +55,7 @@ class Runtime:
     kernels: KernelSet
     dtype: torch.dtype
     pool: PoolSize
+    text_memory: TextMemory  # of a text of max_model_len
     rope_tables: RopeTables
     block_size: int
     max_num_seqs: int
@@ -123,13 +125,15 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         num_threads=num_threads,
     )
     clock.lap("kv_cache")
-    _tell(decoder, pool, profile, config.block_size, dtype)
+    longest = text_memory(decoder.config, groups, pool.max_model_len, block_bytes)
+    _tell(decoder, pool, longest, profile, config.block_size, dtype)
     return Runtime(
         runner=runner,
         model_config=decoder.config,
         kernels=kernels,
         dtype=dtype,
         pool=pool,
+        text_memory=longest,
         rope_tables=rope_tables,
         block_size=config.block_size,
         max_num_seqs=max_num_seqs,
@@ -155,12 +159,20 @@ def _rope_row_offsets(tables: RopeTables) -> list[NDArray[np.int32]]:
     ]
 
 
-def _tell(decoder: Decoder, pool: PoolSize, profile: StepProfile, block_size: int, dtype: torch.dtype) -> None:
+def _tell(
+    decoder: Decoder,
+    pool: PoolSize,
+    longest: TextMemory,
+    profile: StepProfile,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
     """One line with the parts of the memory, and a notice where something was lowered."""
     config = decoder.config
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
-        "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers)",
+        "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers); a text of %s tokens takes "
+        "%.2f MiB, %.2f MiB if layers with a window kept all of it",
         decoder.memory.num_taken / GIB,
         profile.step_bytes / GIB,
         pool.num_bytes / GIB,
@@ -172,7 +184,10 @@ def _tell(decoder: Decoder, pool: PoolSize, profile: StepProfile, block_size: in
         config.num_kv_heads,
         config.head_dim,
         dtype.itemsize,
-        config.num_layers,
+        config.num_layers_per_block,
+        f"{pool.max_model_len:,}",
+        longest.num_bytes / MIB,
+        longest.num_bytes_without_windows / MIB,
     )
     if pool.notice:
         logger.warning(pool.notice)

@@ -24,11 +24,12 @@ transformers in float32 on tiny random models: logits within 2e-4 of the largest
 tokens, for the twins and for the compiled kernels. Rows hold what the tested configs of a family use; a setting
 that is not known is refused by name. Weights are read from safetensors in float64, float32, bfloat16 or float16;
 GGUF where the table says so. Activations: {activations}. Ropes: default, linear, dynamic, yarn, longrope, llama3,
-in both spellings of transformers 4 and 5.
+in both spellings of transformers 4 and 5. Layers with a window give back the K and V that their windows have left
+behind; `llm.info()` says what a text of full length takes, and what it would take without that.
 
 Not supported, and refused by name: quantized safetensors (`quantization_config`, MXFP4 of gpt-oss too), alibi,
 LayerNorm of each head of q and k (Command-R+, StableLM 2 12B), `clip_qkv`, attention scaled by layer (`gpt2`),
-Ministral 3. Layers with a window keep the K and V of the whole text. LayerNorm and MLPs without a gate have no CUDA
+Ministral 3. LayerNorm and MLPs without a gate have no CUDA
 kernels yet.
 
 | architecture | GGUF | what its tested configs use |
