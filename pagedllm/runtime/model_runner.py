@@ -8,6 +8,7 @@ The runner keeps the tokens it samples, so that a running request's next plan ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
+from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
@@ -41,8 +43,12 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_threads: int,
+        recorder: Path | None,
     ) -> None:
-        """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table."""
+        """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
+
+        recorder: the library whose kernels decode steps are recorded from; None: every step is run by Python.
+        """
         config = decoder.config
         self.decoder = decoder
         self.backend = backend
@@ -55,6 +61,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
         self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -76,13 +83,17 @@ class ModelRunner:
             rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
             logits_indices=torch.from_numpy(batch.logits_indices),
         )
-        return self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
+        if self.decode_tapes is not None and batch.is_decode:
+            logits = self.decode_tapes.forward(inputs, metadata)
+        else:
+            logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
+        return self.decoder.finish_logits(logits)
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder
+        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:

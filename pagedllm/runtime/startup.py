@@ -113,6 +113,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     )
     rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
     decoder.set_rope_tables(rope_tables)
+    can_record = kernels.namespace == "pagedllm" and decoder.runs_only_kernels
     runner = ModelRunner(
         decoder,
         backend,
@@ -123,6 +124,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=pool.max_model_len,
         num_threads=num_threads,
+        recorder=kernels.path if can_record and not config.enforce_eager else None,
     )
     clock.lap("kv_cache")
     longest = text_memory(decoder.config, groups, pool.max_model_len, block_bytes)

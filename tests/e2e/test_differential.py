@@ -37,6 +37,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "is_warm": (False, True),
     "num_threads": (1, 2),
     "block_size": (16, 8, 64),
+    "enforce_eager": (True, False),
 }
 REFERENCE = {name: values[0] for name, values in AXES.items()}
 SHARED = "the quick brown fox jumps over the lazy dog. "
@@ -119,7 +120,8 @@ def preempting_settings(kind: str) -> list[dict[str, Any]]:
 
 def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int) -> LLM:
     max_model_len = 128
-    fields = {k: setting[k] for k in ("enable_prefix_caching", "max_num_batched_tokens", "num_threads", "block_size")}
+    arrangement = {"pool", "arrangement", "is_warm"}  # the other axes are LLM's own
+    fields = {name: value for name, value in setting.items() if name not in arrangement}
     config = group_layers(read_model_config(json.loads((folder / "config.json").read_text()), folder), max_model_len)
     groups = KVGroups(setting["block_size"], config.kv_windows, setting["max_num_batched_tokens"])
     bytes_per_token = config.num_layers_per_block * 2 * 2 * 32 * (4 if dtype == "float32" else 2)
@@ -129,7 +131,6 @@ def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int
         dtype=dtype,
         max_model_len=max_model_len,
         kv_cache_memory_bytes=starved_bytes if setting["pool"] == "starved" else roomy_bytes,
-        scheduling_policy=setting.get("scheduling_policy", "offline"),
         **fields,
     )
 
