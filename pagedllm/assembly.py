@@ -114,9 +114,14 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
-        numerics={"dtype": str(runtime.dtype).removeprefix("torch."), "kernels": runtime.kernels.name},
+        numerics=_numerics(runtime),
         info=_info(config, runtime),
     )
+
+
+def _numerics(runtime: Runtime) -> dict[str, str]:
+    numerics = {"dtype": str(runtime.dtype).removeprefix("torch."), "kernels": runtime.kernels.name}
+    return numerics if runtime.model_impl == "pagedllm" else {**numerics, "model_impl": runtime.model_impl}
 
 
 def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
@@ -125,6 +130,7 @@ def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "device": "cpu",
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "kernels": runtime.kernels.name,
+        "model_impl": runtime.model_impl,
         "deterministic": runtime.is_deterministic,
         "num_threads": runtime.num_threads,
         "max_model_len": runtime.pool.max_model_len,

@@ -21,12 +21,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling_policy": ("offline", "fcfs", "priority"),
     "generation_config": ("auto", "none"),
     "load_format": ("auto", "safetensors", "gguf"),
-    "model_impl": ("auto",),
+    "model_impl": ("auto", "pagedllm", "transformers"),
     "logprobs_mode": ("raw_logprobs",),
 }
 # Values that belong to a field but are not here yet, with the way out.
 LATER: dict[str, dict[str, str]] = {
-    "model_impl": {"transformers": "leave it 'auto'", "pagedllm": "leave it 'auto'"},
     "logprobs_mode": {"processed_logprobs": "leave it 'raw_logprobs'"},
 }
 

@@ -40,7 +40,7 @@ LLM_HELP = {
     "revision": "not supported yet",
     "load_format": "auto, safetensors or gguf",
     "gguf_file": "the file to take where the model is a folder of several",
-    "model_impl": "auto",
+    "model_impl": "auto, pagedllm, or transformers: who computes the model",
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": "largest logprobs a request may ask for",
 }

@@ -733,7 +733,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
     ("keyword", "value"),
     [
         ("logprobs_mode", "processed_logprobs"),
-        ("model_impl", "transformers"),
         ("revision", "main"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.errors import RequestError
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
@@ -33,7 +34,7 @@ from pagedllm.sampling.sampler import Sampler, SamplerOutput
 class ModelRunner:
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         backend: AttentionBackend,
         namespace: str,
         kv_cache: KVCache,
@@ -61,7 +62,10 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
         self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
-        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
+        self.decode_tapes: DecodeTapes | None = None
+        if recorder is not None:
+            assert isinstance(decoder, Decoder)
+            self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():

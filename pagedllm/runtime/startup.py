@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from pagedllm.config import EngineConfig
 from pagedllm.kv_groups import UNBOUNDED, KVGroups
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.checkpoint import Checkpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.dense_format import DenseFormat
 from pagedllm.model.linear import PackedFormat, WeightFormat
 from pagedllm.model.loader import load_model
+from pagedllm.model.registry import has_family
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
@@ -68,9 +70,14 @@ class Runtime:
         return self.rope_tables.variant(num_total_tokens)
 
     @property
+    def model_impl(self) -> str:
+        """Who computes the model."""
+        return "pagedllm" if isinstance(self.runner.decoder, Decoder) else "transformers"
+
+    @property
     def is_deterministic(self) -> bool:
-        """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation)."""
-        return self.kernels.namespace == "pagedllm"
+        """Whether a token depends on nothing but its request."""
+        return self.runner.decoder.is_batch_invariant
 
     def close(self) -> None:
         self.runner.close()
@@ -89,9 +96,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     backend, weight_format = choose_formats(kernels, dtype)
     clock.lap("kernels")
     with torch_threads(num_threads), torch.inference_mode():
-        decoder = load_model(
-            checkpoint, dtype, backend, kernels.namespace, weight_format, config.max_model_len or UNBOUNDED
-        )
+        decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format)
         clock.lap("weights")
         profile = profile_step(
             decoder,
@@ -145,6 +150,39 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     )
 
 
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    kernels: KernelSet,
+    weight_format: WeightFormat,
+) -> CausalModel:
+    """Our decoder, or transformers' model where that is asked for or no family here knows the architecture."""
+    max_model_len = config.max_model_len or UNBOUNDED
+    if config.model_impl != "transformers" and (config.model_impl == "pagedllm" or has_family(checkpoint.config)):
+        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len)
+    from pagedllm.model.transformers_model import knows, load_transformers_model  # 1.5 s
+    from pagedllm.runtime.eager_check import check_against_eager
+
+    if config.model_impl == "auto" and not knows(checkpoint.config):
+        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len)
+    if config.deterministic:
+        raise ValueError(
+            "deterministic=True is refused with a model run by transformers: torch's products depend on the batch; "
+            "leave it None"
+        )
+    decoder = load_transformers_model(checkpoint, dtype, backend, kernels.namespace, max_model_len)
+    check_against_eager(decoder, backend, config.block_size)
+    if config.model_impl == "auto":
+        logger.warning(
+            "%s is run by transformers, with its attention over the paged cache: pagedllm has no family for it, so it "
+            "is slower, and results may differ with the batch",
+            decoder.config.architecture,
+        )
+    return decoder
+
+
 def choose_formats(kernels: KernelSet, dtype: torch.dtype) -> tuple[AttentionBackend, WeightFormat]:
     """How the KV cache and the weights lie: as the CPU's kernels want them, or as CUDA's do."""
     if kernels.namespace == "pagedllm_simt":
@@ -162,7 +200,7 @@ def _rope_row_offsets(tables: RopeTables) -> list[NDArray[np.int32]]:
 
 
 def _tell(
-    decoder: Decoder,
+    decoder: CausalModel,
     pool: PoolSize,
     longest: TextMemory,
     profile: StepProfile,
@@ -175,7 +213,7 @@ def _tell(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
         "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers); a text of %s tokens takes "
         "%.2f MiB, %.2f MiB if layers with a window kept all of it",
-        decoder.memory.num_taken / GIB,
+        decoder.num_weight_bytes / GIB,
         profile.step_bytes / GIB,
         pool.num_bytes / GIB,
         profile.free_bytes / GIB,
