@@ -42,6 +42,16 @@ class KVGroups:
         num_whole = -(-num_tokens // self.block_size)
         return sum(min(num_whole, self._most_blocks(window)) for window in self.windows)
 
+    def num_blocks_ahead(self, num_tokens: int, num_to_come: int) -> int:
+        """That a text takes besides those of its num_tokens, until num_to_come more are there; at least one a group."""
+        return max(len(self), self.num_blocks(num_tokens + num_to_come) - self.num_blocks(num_tokens))
+
+    def num_blocks_of_branches(self, num_shared_tokens: int, num_tokens: int, num_branches: int) -> int:
+        """As `num_blocks`, of texts that share the full blocks of their first tokens."""
+        num_shared, num_whole = num_shared_tokens // self.block_size, -(-num_tokens // self.block_size)
+        num_kept = num_shared + num_branches * (num_whole - num_shared)
+        return sum(min(num_kept, num_branches * self._most_blocks(window)) for window in self.windows)
+
     def longest_text(self, num_blocks: int) -> int:
         """The most tokens of a text that needs no more than num_blocks; UNBOUNDED where windows are all it needs."""
         if sum(map(self._most_blocks, self.windows)) <= num_blocks:

@@ -122,16 +122,15 @@ class KVCacheManager:
             for blocks in table.blocks
         )
 
-    def num_blocks_ahead(self, num_tokens: int, num_to_come: int) -> int:
-        """That a text takes besides those of its num_tokens, until num_to_come more are there; at least one a group."""
-        groups = self.groups
-        return max(len(groups), groups.num_blocks(num_tokens + num_to_come) - groups.num_blocks(num_tokens))
+    def _finds_blocks(self, request: Request) -> bool:
+        """By their hashes. Without a prefix cache only the samples of one prompt do; `extra_keys` keep others away."""
+        return self.enable_prefix_caching or request.shares_blocks
 
     # Who waits
 
     def expect(self, request: Request) -> None:
         """Retains what the request will ask for, until it is admitted or `stop_expecting`; by its rank."""
-        if self.enable_prefix_caching:
+        if self._finds_blocks(request):
             extend_block_hashes(request, self.block_size, self.hash_function)
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             self._expected[request.request_id] = block_hashes, request.rank
@@ -147,7 +146,7 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request, max_num_tokens: int) -> ComputedBlocks:
         """Leading blocks of the request that are in the cache already, no more than max_num_tokens; holds nothing."""
         groups = range(len(self.groups))
-        if not self.enable_prefix_caching:
+        if not self._finds_blocks(request):
             return ComputedBlocks(0, tuple([] for _ in groups))
         extend_block_hashes(request, self.block_size, self.hash_function)
         block_hashes = request.block_hashes[: max_num_tokens // self.block_size]
@@ -229,7 +228,7 @@ class KVCacheManager:
         self._num_filled_slots += end - table.num_filled
         table.num_blocks, table.num_filled = num_blocks, end
         table.next_event = num_blocks * self.block_size + 1
-        if self.enable_prefix_caching:
+        if self._finds_blocks(request):
             self._offer_full_blocks(request, table)
             if end < num_blocks * self.block_size:
                 table.next_event -= 1  # to offer the last block once it is full

@@ -28,7 +28,7 @@ from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerOutput
+from pagedllm.sampling.sampler import Sampler
 
 
 class ModelRunner:
@@ -123,37 +123,54 @@ class ModelRunner:
                 self.backend.copy_blocks(k_and_v, tensor)
 
     def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
-        """One token for each sequence whose last token was computed; the runner's rows take it up."""
+        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
         if len(batch.logits_indices):
-            sequences = batch.logits_sequences
+            sequences, offsets = batch.logits_sequences, np.zeros(len(batch.logits_sequences), np.int32)
+            num_samples = [plan.scheduled[seq].num_samples for seq in sequences.tolist()]
+            if max(num_samples) > 1:
+                places, offsets = _repeated(num_samples)
+                sequences, logits = sequences[places], logits[torch.from_numpy(places)]
             rows = batch.rows[sequences]
             positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-            output = self.sampler.sample(logits, rows, positions)
+            output = self.sampler.sample(logits, rows, positions, self.sampling_rows.sample_index[rows] + offsets)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] = () if entry is None else (entry,)
+                    logprobs[seq] += () if entry is None else (entry,)
             errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
-            self._keep(batch, output, sampled, is_finite)
+            for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
+                sampled[seq] += (token_id,)
+            self._keep(plan, batch, sampled, is_finite)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
     def _keep(
-        self, batch: ForwardBatch, output: SamplerOutput, sampled: list[tuple[int, ...]], is_finite: list[bool]
+        self, plan: SchedulerOutput, batch: ForwardBatch, sampled: list[tuple[int, ...]], is_finite: list[bool]
     ) -> None:
-        sequences, token_ids = batch.logits_sequences, np.array(output.token_ids, np.int32)
-        rows = batch.rows[sequences]
-        self.rows.token_ids[rows, batch.seq_lens[sequences]] = token_ids
-        self.rows.num_tokens[rows] = batch.seq_lens[sequences] + 1
+        """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere."""
         has_state = self.sampling_rows.has_stateful_rows
-        for seq, row, token_id in zip(sequences.tolist(), rows.tolist(), output.token_ids, strict=True):
-            if token_id < 0:
+        sequences = batch.logits_sequences.tolist()
+        kept = []
+        for seq in sequences:
+            if min(sampled[seq]) < 0:
                 is_finite[seq] = False
+            if min(sampled[seq]) < 0 or not plan.scheduled[seq].num_samples:
+                sampled[seq] = ()
                 continue
-            sampled[seq] = (token_id,)
+            kept.append(seq)
             if has_state:
-                self.sampling_rows.accept(row, token_id)
+                self.sampling_rows.accept(int(batch.rows[seq]), sampled[seq][0])
+        rows, ends = batch.rows[kept], batch.seq_lens[kept]
+        self.rows.token_ids[rows, ends] = [sampled[seq][0] for seq in kept]
+        self.rows.num_tokens[rows] = ends + 1
+
+
+def _repeated(counts: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Each place as often as it counts, at least once, and the number of each among its equals."""
+    places = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    firsts = np.searchsorted(places, places)
+    return places, (np.arange(len(places)) - firsts).astype(np.int32)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pagedllm.config import EngineConfig
-from pagedllm.errors import NotSupportedError
+from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
 from pagedllm.kv_groups import KVGroups
 from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
 
@@ -110,7 +110,7 @@ def resolve_pool(
     num_blocks = budget // bytes_per_block
     if num_blocks < len(groups):
         number = "no block" if num_blocks < 1 else f"fewer than {len(groups)} blocks"
-        raise ValueError(f"no memory for a KV cache: {source} holds {number} of {bytes_per_block:,} bytes")
+        raise NotEnoughMemoryError(f"no memory for a KV cache: {source} holds {number} of {bytes_per_block:,} bytes")
     notice = None
     longest = groups.longest_text(num_blocks)
     if wanted_len > longest:
