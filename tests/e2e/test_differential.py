@@ -132,7 +132,8 @@ def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int
     config = group_layers(read_model_config(json.loads((folder / "config.json").read_text()), folder), max_model_len)
     groups = KVGroups(setting["block_size"], config.kv_windows, setting["max_num_batched_tokens"])
     bytes_per_token = config.num_layers_per_block * 2 * 2 * 32 * (4 if dtype == "float32" else 2)
-    starved_bytes = groups.num_blocks(max_model_len) * setting["block_size"] * bytes_per_token  # one of full length
+    num_blocks = max(groups.num_blocks(max_model_len), groups.num_blocks_of_branches(21, 34, 2))  # one text; two beams
+    starved_bytes = num_blocks * setting["block_size"] * bytes_per_token
     return LLM(
         str(folder),
         dtype=dtype,
