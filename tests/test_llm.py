@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedllm import LLM, BatchError, NotSupportedError, RequestError, SamplingParams
+from pagedllm import LLM, BatchError, RequestError, SamplingParams
 from pagedllm.config import EngineConfig
 from pagedllm.engine.scheduler_output import ModelRunnerOutput
 from tests.fake_assembly import END, EOS, VOCAB_SIZE, FakeRunner, fake_assemble
@@ -727,17 +727,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
     with pytest.raises(ValueError) as caught:
         LLM(**{"model": "fake", keyword: value})
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keyword", "value"),
-    [
-        ("model_impl", "transformers"),
-    ],
-)
-def test_what_comes_later_is_refused_by_name(keyword, value):
-    with pytest.raises(NotSupportedError, match=f"{keyword}='{value}' is not supported yet"):
-        LLM("fake", **{keyword: value})
 
 
 def test_paths_may_be_path_objects():
