@@ -489,6 +489,7 @@ class LLM:
         call.run(use_tqdm)
         if beam_search is None:
             call.tell_of_cuts()
+        call.tell_of_limits()
         outputs = call.outputs()
         if on_error == "raise":
             call.raise_if_failed(outputs)
