@@ -23,9 +23,16 @@ MIN_SHARE = 0.05  # of the time that makes a limit worth a word
 class Work:
     """All that a run has to do."""
 
-    num_requests: int
-    num_input_tokens: int  # of prompts, but for those that the prefix cache should have
-    max_output_tokens: int
+    num_requests: int = 0
+    num_input_tokens: int = 0  # of prompts, but for those that the prefix cache should have
+    max_output_tokens: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_requests + other.num_requests,
+            self.num_input_tokens + other.num_input_tokens,
+            self.max_output_tokens + other.max_output_tokens,
+        )
 
 
 @dataclass(slots=True)
