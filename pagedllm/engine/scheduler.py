@@ -127,6 +127,8 @@ class Scheduler(RequestStates):
         group: they will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are
         expected to ask for, and this one too, unless nobody runs.
         """
+        if not budget or self._num_free_seqs() < 1:  # most steps: nothing to sum up
+            return budget
         num_spare = self._num_blocks_to_come()
         while budget and self._waiting:
             request = self._waiting[0][-1]
