@@ -46,7 +46,7 @@ LLM_HELP = {
     "max_logprobs": "largest logprobs a request may ask for",
 }
 SAMPLING_HELP = {
-    "n": "outputs per prompt; only 1 in files yet",
+    "n": "outputs per prompt: the columns of each become lists",
     "temperature": "0 to 2; 0 is greedy",
     "top_p": "share of the probability to sample from, (0, 1]",
     "top_k": "sample from the k likeliest; 0 = off",

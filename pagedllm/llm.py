@@ -314,6 +314,7 @@ class LLM(ScoringMethods):
         output: str | os.PathLike[str],
         *,
         sampling_params: Mapping[str, Any] | None = None,
+        task: Literal["generate", "loglikelihood"] = "generate",
         if_exists: IfExists = "resume",
         retry: Retry | None = None,
         limit: int | None = None,
@@ -335,6 +336,8 @@ class LLM(ScoringMethods):
         and any other fields, which come back with the result's columns. The row's own sampling_params come first, then
         those given here (a dict of fields), then the model's generation_config.json, then the neutral defaults.
 
+        task: "loglikelihood" scores each row's `continuation` after its prompt, instead of writing one: no sampling
+            parameters then, and the columns logprob, is_greedy, token_ids and token_logprobs besides.
         if_exists: "resume" continues what an earlier run of the same job left (in OUT.partial) and computes what is new
             in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
             length, are run again, the latter from where they stopped. limit: the first rows only. shard: (i, n), every
@@ -356,6 +359,7 @@ class LLM(ScoringMethods):
             output,
             config=self.config,
             sampling_params=sampling_params,
+            task=task,
             if_exists=if_exists,
             retry=retry,
             limit=limit,

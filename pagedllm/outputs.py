@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
 
 NUM_SHOWN = 20  # rows in a notebook
-JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity; OpenAI's interface writes this for a token that cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,6 @@ class Logprob:
     logprob: float
     rank: int  # 1 = the most likely token
     decoded_token: str
-
-
-def json_logprob(value: float) -> float:
-    """The logprob as JSON can hold it, a float32 in as few digits as tell it from the others."""
-    import numpy as np
-
-    return JSON_MINUS_INFINITY if value == -np.inf else float(str(np.float32(value)))
 
 
 Entry = TypeVar("Entry")
@@ -88,24 +80,25 @@ class PromptLogprobs(_Dicts[dict[int, Logprob] | None]):
     token_logprobs [num_prompt_tokens] float32: those of the prompt's own tokens, the first NaN.
     """
 
-    def __init__(self, rows: LogprobRows, token_texts: Mapping[int, str]) -> None:
-        """rows: of all prompt tokens but the first."""
-        self._rows = rows
+    def __init__(self, rows: LogprobRows, num_prompt_tokens: int, token_texts: Mapping[int, str]) -> None:
+        """rows: of the prompt's last tokens; those before them have None."""
+        self.rows = rows
+        self._num_unscored = num_prompt_tokens - len(rows.ranks)
         self._token_texts = token_texts
 
     def __len__(self) -> int:
-        return 1 + len(self._rows.ranks)
+        return self._num_unscored + len(self.rows.ranks)
 
     @property
     def token_logprobs(self) -> NDArray[np.float32]:
         import numpy as np
 
-        return np.concatenate((np.full(1, np.nan, np.float32), self._rows.logprobs[:, 0]))
+        return np.concatenate((np.full(self._num_unscored, np.nan, np.float32), self.rows.logprobs[:, 0]))
 
     def _build(self, index: int) -> dict[int, Logprob] | None:
-        if index == 0:
+        rows, i = self.rows, index - self._num_unscored
+        if i < 0:
             return None
-        rows, i = self._rows, index - 1
         return _entries(rows.token_ids[i], rows.logprobs[i], int(rows.ranks[i]), self._token_texts)
 
 
@@ -229,7 +222,7 @@ class RequestOutput:
             if request.sampling_params.prompt_logprobs is not None and not request.num_unscored_tokens:
                 rows = request.scored_rows()
                 texts = {token_id: token_text(token_id) for token_id in set(rows.token_ids.ravel().tolist())}
-                output.prompt_logprobs = PromptLogprobs(rows, texts)
+                output.prompt_logprobs = PromptLogprobs(rows, request.num_prompt_tokens, texts)
         return output
 
 

@@ -52,11 +52,15 @@ def parse_continuations(continuations: Any, num_prompts: int) -> tuple[list[list
 
 
 def encode_pairs(
-    builder: RequestBuilder, prompts: Sequence[Prompt], candidates: Sequence[Sequence[Continuation]], is_nested: bool
+    builder: RequestBuilder,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[Sequence[Continuation]],
+    is_nested: bool,
+    chat: ChatOptions | None = None,
 ) -> list[EncodedPrompt]:
     """In order, the candidates of a prompt one after the other. Raises RequestError for the first bad one."""
     stripped = [_without_end(prompt) for prompt in prompts]
-    contexts = builder.encode([prompt for prompt, _ in stripped], ChatOptions())
+    contexts = builder.encode([prompt for prompt, _ in stripped], chat or ChatOptions())
     joined = iter(_encode_joined(builder, prompts, contexts, [end for _, end in stripped], candidates))
     pairs = []
     for index, (context, items) in enumerate(zip(contexts, candidates, strict=True)):

@@ -28,6 +28,7 @@ from pagedllm.jobs.planned import RowTable
 from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.result_form import ResultForm
 from pagedllm.jobs.rows import RowReader
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD
 from pagedllm.jobs.source import Line, Source
 
 CHUNK_ROWS = 1024
@@ -76,7 +77,7 @@ def recover(
     form = ResultForm.of_settings(manifest["form"])
     cut = _CutStates(manifest.get("cut_states", ""))
     ids = base64.b64decode(manifest.get("ids", ""))
-    naming = reader.renamed(PlainRows(prompts, ()).parse)
+    naming = reader.renamed(PlainRows(prompts, (), is_scored=form.task == LOGLIKELIHOOD).parse)
     results = read_results(files, form) if ids else _sorted_results(files, form)
     number = 0
     for chunk in chunked(results, CHUNK_ROWS):
@@ -126,7 +127,7 @@ def _result(text: bytes, form: ResultForm, *, is_text: bool) -> Result:
     for column, name in form.names().items():
         value = values.pop(name)
         if is_text and types[name] != "string":
-            value = json.loads(value)
+            value = json.loads(value) if value else None
         found[column] = value
     if is_text and found["error"]:
         found["output"] = None if form.n == 1 else [None] * form.n

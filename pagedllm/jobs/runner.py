@@ -36,6 +36,7 @@ from pagedllm.jobs.recovery import facts_for_recovery, recover
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.report_page import write_report
 from pagedllm.jobs.rows import RowReader
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD, PARAMS
 from pagedllm.jobs.source import Line, Source
 from pagedllm.jobs.stream import StreamWork
 from pagedllm.outputs import RequestOutput
@@ -182,11 +183,13 @@ class Job:
         assert self._rows is not None
         assembly.defaults.params()  # a wrong generation_config.json is not every row's error
         given = self._options.sampling_params
-        defaults = {**assembly.defaults.values, **given}
+        is_scored = self._options.task == LOGLIKELIHOOD
+        defaults = PARAMS if is_scored else {**assembly.defaults.values, **given}
         assembly.builder.check_params(SamplingParams.from_json({}, defaults))
         for notice in self.notices:
             assembly.notices.tell(notice)
-        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        if not is_scored:
+            assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
         manifest = self._output.manifest if isinstance(self._output, JobFiles) else None
         self._created = (manifest or {}).get("created", self._created)
         if self._openai is not None:
@@ -357,6 +360,7 @@ def job_of(
         "model": model_digest(assembly.located),
         "seed": config.seed,
         **assembly.numerics,
+        "task": options.task,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
         "prompts": options.prompt_form().settings(),
         "shard": options.shard,

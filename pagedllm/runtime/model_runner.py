@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.sampler import Sampler
+
+NUM_SAMPLES = attrgetter("num_samples")
 
 
 class ModelRunner:
@@ -133,10 +136,10 @@ class ModelRunner:
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
         if len(batch.logits_indices):
-            sequences, offsets = batch.logits_sequences, np.zeros(len(batch.logits_sequences), np.int32)
-            num_samples = [plan.scheduled[seq].num_samples for seq in sequences.tolist()]
-            if max(num_samples) > 1:
-                places, offsets = _repeated(num_samples)
+            sequences, offsets = batch.logits_sequences, np.zeros(1, np.int32)
+            is_plain = set(map(NUM_SAMPLES, plan.scheduled)) == {1}
+            if not is_plain:
+                places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
                 sequences, logits = sequences[places], logits[torch.from_numpy(places)]
             rows = batch.rows[sequences]
             positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
@@ -148,7 +151,10 @@ class ModelRunner:
             errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
             for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
                 sampled[seq] += (token_id,)
-            self._keep(plan, batch, sampled, is_finite)
+            kept = batch.logits_sequences
+            if not is_plain or min(output.token_ids) < 0:
+                kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
+            self._keep(batch, kept, sampled)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
     def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -160,25 +166,29 @@ class ModelRunner:
         prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
         return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
 
-    def _keep(
-        self, plan: SchedulerOutput, batch: ForwardBatch, sampled: list[tuple[int, ...]], is_finite: list[bool]
-    ) -> None:
-        """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere."""
-        has_state = self.sampling_rows.has_stateful_rows
-        sequences = batch.logits_sequences.tolist()
-        kept = []
-        for seq in sequences:
-            if min(sampled[seq]) < 0:
-                is_finite[seq] = False
-            if min(sampled[seq]) < 0 or not plan.scheduled[seq].num_samples:
-                sampled[seq] = ()
-                continue
-            kept.append(seq)
-            if has_state:
-                self.sampling_rows.accept(int(batch.rows[seq]), sampled[seq][0])
-        rows, ends = batch.rows[kept], batch.seq_lens[kept]
-        self.rows.token_ids[rows, ends] = [sampled[seq][0] for seq in kept]
+    def _keep(self, batch: ForwardBatch, sequences: NDArray[np.intp], sampled: Sequence[tuple[int, ...]]) -> None:
+        rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
+        token_ids = [sampled[seq][0] for seq in sequences.tolist()]
+        self.rows.token_ids[rows, ends] = token_ids
         self.rows.num_tokens[rows] = ends + 1
+        if self.sampling_rows.has_stateful_rows:
+            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
+                self.sampling_rows.accept(row, token_id)
+
+
+def _drop_what_is_not_kept(
+    plan: SchedulerOutput, sequences: NDArray[np.intp], sampled: list[tuple[int, ...]], is_finite: list[bool]
+) -> NDArray[np.intp]:
+    """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere; returns
+    the other sequences."""
+    kept = []
+    for seq in sequences.tolist():
+        is_finite[seq] = min(sampled[seq]) >= 0
+        if is_finite[seq] and plan.scheduled[seq].num_samples:
+            kept.append(seq)
+        else:
+            sampled[seq] = ()
+    return np.array(kept, np.intp)
 
 
 def num_logits_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -255,16 +254,3 @@ def test_e6_the_logits_of_a_long_prompt_are_never_there_at_once(tmp_path: Path) 
     more_mb, length = map(int, done.stdout.split())
     assert length == 2000
     assert more_mb < 150
-
-
-def test_logprobs_of_minus_infinity_are_valid_json(folder: Path) -> None:
-    params = SamplingParams(temperature=1, top_k=1, max_tokens=2, logprobs=3, seed=1, ignore_eos=True)
-    with open_llm(folder, logprobs_mode="processed_logprobs") as llm:
-        output = completion(llm.generate([PROMPT], params))
-    assert output.logprobs is not None
-    values = [entry.logprob for entries in output.logprobs for entry in entries.values()]
-    assert -math.inf in values
-    from pagedllm.outputs import json_logprob
-
-    text = json.dumps([json_logprob(value) for value in values], allow_nan=False)
-    assert sorted(set(json.loads(text))) == [-9999.0, 0.0]

@@ -89,6 +89,20 @@ def test_every_line_is_answered_in_order_and_bad_ones_have_their_reason(run):
     assert (run.report.num_rows, run.report.num_failed, run.report.num_cut) == (11, 8, 3)
 
 
+def test_with_n_four_columns_are_lists_of_n_in_every_row(run):
+    rows = [{"prompt": "ab"}, {"prompt": "x" * 200}, {"prompt": "ab", "sampling_params": {"n": 2}}, {"prompt": "cd"}]
+    found = run(rows, sampling_params={"n": 3, "max_tokens": 4})
+    assert [list(row) for row in found[:1]] == [["prompt", *COLUMNS]]
+    assert [len(set(row["output"])) for row in (found[0], found[3])] == [3, 3]
+    assert found[0]["finish_reason"] == ["length"] * 3
+    failed = [found[1][name] for name in COLUMNS[:5]]
+    assert failed == [[None] * 3, ["error"] * 3, [""] * 3, 201, [0] * 3]
+    assert found[2]["error"].startswith("invalid_parameter: n=2 in a row, 3 in the job")
+    assert found[3]["completion_tokens"] == [4] * 3
+    assert run.report.num_completion_tokens == 24
+    assert run(rows, sampling_params={"n": 3, "max_tokens": 4}) == found
+
+
 def test_a_row_that_fails_while_running_costs_no_other(run):
     llm = LLM("fake")
     llm._assembly.runtime.forced = lambda tokens, data: -1 if tokens[1] == ord("b") + 3 else None
