@@ -42,6 +42,7 @@ from pagedllm.jobs.stream import StreamWork
 from pagedllm.outputs import RequestOutput
 from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
+RECORDED = ("num_threads", "max_num_seqs", "max_num_batched_tokens", "block_size")  # in the manifest; none binds
 NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
 OnProgress = Callable[[JobReport], None]
 OnPlan = Callable[[JobPlan], None]
@@ -249,7 +250,7 @@ class Job:
         if was_finished:
             recover(files, journal, reader, options.prompt_form(), self._openai)
         num_before = journal.num_lines
-        facts = self._facts(before)
+        facts = self._facts(assembly, before)
         files.note(job, "running", **{**facts, **{name: before.get(name) for name in ("rows", "input")}})
         if journal.num_damaged:
             assembly.notices.tell(f"{files.partial}: {journal.num_damaged:,} damaged lines are left out")
@@ -308,7 +309,7 @@ class Job:
         )
         files.drop_journal()
 
-    def _facts(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self, assembly: Assembly, before: Mapping[str, Any]) -> dict[str, Any]:
         """What the manifest records besides what binds. is_mixed: results of rows that have moved may be there."""
         assert self._source is not None
         options = self._options
@@ -321,6 +322,7 @@ class Job:
             "order": options.order,
             "form": self._form.settings(),
             "is_mixed": before.get("is_mixed", False),
+            "engine": {name: assembly.info[name] for name in RECORDED},
         }
 
     def _tell_of_lines(self, assembly: Assembly, config: EngineConfig) -> None:

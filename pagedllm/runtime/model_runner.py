@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.errors import RequestError
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
@@ -55,7 +56,7 @@ class _Draws:
 class ModelRunner:
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         backend: AttentionBackend,
         namespace: str,
         kv_cache: KVCache,
@@ -94,11 +95,16 @@ class ModelRunner:
         self.buffers = decoder.allocate_buffers(
             max_num_batched_tokens, num_logits_rows(max_num_seqs, max_num_batched_tokens)
         )
-        self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
-        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
+        self.scorer: PromptScorer | None = None
+        self.decode_tapes: DecodeTapes | None = None
+        if isinstance(decoder, Decoder):
+            self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
+            if recorder is not None:
+                self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
             assert isinstance(device, Gpu)
+            assert isinstance(decoder, Decoder)
             with torch.inference_mode():
                 self.decode_graphs = DecodeGraphs(
                     device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
@@ -169,8 +175,8 @@ class ModelRunner:
     def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             tensor = torch.tensor(pairs, dtype=torch.int32, device=self.device.torch_device)
-            for layer in self.kv_cache.layers:
-                self.backend.copy_blocks(layer, tensor)
+            for k_and_v in self.kv_cache.tensors:
+                self.backend.copy_blocks(k_and_v, tensor)
 
     def _prepare_draws(self, plan: SchedulerOutput, batch: ForwardBatch) -> _Draws | None:
         """None where nothing is sampled."""
@@ -219,6 +225,7 @@ class ModelRunner:
 
     def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """The output with the logprobs of prompt tokens; the step's logits are done with."""
+        assert self.scorer is not None
         scores = self.scorer.score(batch)
         is_finite = list(output.is_finite)
         for seq, rows in scores.items():

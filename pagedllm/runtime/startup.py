@@ -16,12 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from pagedllm.config import EngineConfig
+from pagedllm.errors import NotSupportedError
+from pagedllm.kv_groups import UNBOUNDED, KVGroups
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.checkpoint import Checkpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.dense_format import DenseFormat
 from pagedllm.model.linear import PackedFormat, WeightFormat
 from pagedllm.model.loader import load_model
+from pagedllm.model.registry import has_family
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionShape, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
@@ -29,7 +33,7 @@ from pagedllm.ops.library import KernelSet, load_cuda_kernels, load_kernels
 from pagedllm.runtime.compute_device import ComputeDevice, Gpu, open_device, out_of_memory
 from pagedllm.runtime.cuda_graph import graph_sizes, workspace_size
 from pagedllm.runtime.device import read_thread_limits, torch_threads
-from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
+from pagedllm.runtime.kv_cache import KVCache, TextMemory, bytes_per_block, text_memory
 from pagedllm.runtime.model_runner import ModelRunner, num_logits_rows
 from pagedllm.runtime.probe import varying_products
 from pagedllm.runtime.profile import StepProfile, profile_on_gpu, profile_step
@@ -45,6 +49,7 @@ from pagedllm.runtime.resolve import (
     resolve_pool,
 )
 
+MIB = 1 << 20
 logger = logging.getLogger("pagedllm")
 GRAPH_LAYER_BYTES = 64 << 10  # of a captured step, a layer: a guess until it can be measured
 
@@ -58,6 +63,7 @@ class Runtime:
     kernels: KernelSet
     dtype: torch.dtype
     pool: PoolSize
+    text_memory: TextMemory  # of a text of max_model_len
     rope_tables: RopeTables
     block_size: int
     max_num_seqs: int
@@ -70,6 +76,11 @@ class Runtime:
     def rope_variant(self, num_total_tokens: int | None) -> int:
         """The rotation table of a request; num_total_tokens: prompt + max_tokens, None without a limit."""
         return self.rope_tables.variant(num_total_tokens)
+
+    @property
+    def model_impl(self) -> str:
+        """Who computes the model."""
+        return "pagedllm" if isinstance(self.runner.decoder, Decoder) else "transformers"
 
     def close(self) -> None:
         self.runner.close()
@@ -105,10 +116,11 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
     }
     with torch_threads(num_threads), contextlib.ExitStack() as on_failure:
         with torch.inference_mode():
-            decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, device.allocate)
+            decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format, device)
             on_failure.callback(decoder.close)
             clock.lap("weights")
             if isinstance(device, Gpu):
+                assert isinstance(decoder, Decoder)
                 profile = profile_on_gpu(decoder, backend, device, **sizes)
                 max_num_batched_tokens = full_step
             else:
@@ -120,10 +132,13 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
         if captures_graphs:
             max_len = min(config.max_model_len or decoder.config.max_position, decoder.config.max_position)
             graph_bytes = estimate_graph_bytes(decoder.config, max_num_seqs, max_len)
+        block_bytes = bytes_per_block(decoder.config, backend, config.block_size, dtype)
+        groups = KVGroups(config.block_size, decoder.config.kv_windows, max_num_batched_tokens)
         pool = resolve_pool(
             config,
+            groups,
             max_position=decoder.config.max_position,
-            bytes_per_block=bytes_per_block(decoder.config, backend, config.block_size, dtype),
+            bytes_per_block=block_bytes,
             free_bytes=max(0, profile.free_bytes - graph_bytes),
             max_num_seqs=max_num_seqs,
         )
@@ -148,16 +163,18 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
             shares_prefixes=config.enable_prefix_caching,
             captures_graphs=captures_graphs,
         )
-        is_deterministic = _find_determinism(config, device, kernels, decoder)
+        is_deterministic = _find_determinism(config, device, decoder)
         on_failure.pop_all()
     clock.lap("kv_cache")
-    _tell(decoder, device, pool, profile, graph_bytes, config.block_size, dtype)
+    longest = text_memory(decoder.config, groups, pool.max_model_len, block_bytes)
+    _tell(decoder, device, pool, longest, profile, graph_bytes, config.block_size, dtype)
     return Runtime(
         runner=runner,
         model_config=decoder.config,
         kernels=kernels,
         dtype=dtype,
         pool=pool,
+        text_memory=longest,
         rope_tables=rope_tables,
         block_size=config.block_size,
         max_num_seqs=max_num_seqs,
@@ -169,13 +186,14 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
     )
 
 
-def _find_determinism(config: EngineConfig, device: ComputeDevice, kernels: KernelSet, decoder: Decoder) -> bool:
+def _find_determinism(config: EngineConfig, device: ComputeDevice, decoder: CausalModel) -> bool:
     """Whether a token depends on nothing but its request: not where products are torch's (the twins, emulation), and on
     a GPU only as far as a probe of its products says."""
     if not device.is_gpu:
-        return kernels.namespace == "pagedllm"
+        return decoder.is_batch_invariant
     if not config.deterministic:
         return False
+    assert isinstance(decoder, Decoder)
     varying = varying_products(decoder)
     if varying:
         logger.warning(
@@ -185,6 +203,42 @@ def _find_determinism(config: EngineConfig, device: ComputeDevice, kernels: Kern
             ", ".join(varying),
         )
     return not varying
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    kernels: KernelSet,
+    weight_format: WeightFormat,
+    device: ComputeDevice,
+) -> CausalModel:
+    """Our decoder, or transformers' model where that is asked for or no family here knows the architecture."""
+    max_model_len = config.max_model_len or UNBOUNDED
+    if config.model_impl != "transformers" and (config.model_impl == "pagedllm" or has_family(checkpoint.config)):
+        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len, device.allocate)
+    from pagedllm.model.transformers_model import knows, load_transformers_model  # 1.5 s
+    from pagedllm.runtime.eager_check import check_against_eager
+
+    if config.model_impl == "auto" and not knows(checkpoint.config):
+        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len, device.allocate)
+    if device.is_gpu:
+        raise NotSupportedError(f"{checkpoint.path}: a model run by transformers is not supported on a GPU: take a CPU")
+    if config.deterministic:
+        raise ValueError(
+            "deterministic=True is refused with a model run by transformers: torch's products depend on the batch; "
+            "leave it None"
+        )
+    decoder = load_transformers_model(checkpoint, dtype, backend, kernels.namespace, max_model_len)
+    check_against_eager(decoder, backend, config.block_size)
+    if config.model_impl == "auto":
+        logger.warning(
+            "%s is run by transformers, with its attention over the paged cache: pagedllm has no family for it, so it "
+            "is slower, and results may differ with the batch",
+            decoder.config.architecture,
+        )
+    return decoder
 
 
 def choose_formats(
@@ -213,9 +267,10 @@ def estimate_graph_bytes(config: ModelConfig, max_num_seqs: int, max_model_len: 
 
 
 def _tell(
-    decoder: Decoder,
+    decoder: CausalModel,
     device: ComputeDevice,
     pool: PoolSize,
+    longest: TextMemory,
     profile: StepProfile,
     graph_bytes: int,
     block_size: int,
@@ -231,15 +286,16 @@ def _tell(
             device.name,
             state.total / GIB,
             max(0, state.total - state.free - state.allocated) / GIB,
-            decoder.memory.num_taken / GIB,
+            decoder.num_weight_bytes / GIB,
             profile.step_bytes / GIB,
             graph_bytes / GIB,
             pool.num_bytes / GIB,
         )
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
-        "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers)",
-        decoder.memory.num_taken / GIB,
+        "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers); a text of %s tokens takes "
+        "%.2f MiB, %.2f MiB if layers with a window kept all of it",
+        decoder.num_weight_bytes / GIB,
         profile.step_bytes / GIB,
         pool.num_bytes / GIB,
         profile.free_bytes / GIB,
@@ -250,7 +306,10 @@ def _tell(
         config.num_kv_heads,
         config.head_dim,
         dtype.itemsize,
-        config.num_layers,
+        config.num_layers_per_block,
+        f"{pool.max_model_len:,}",
+        longest.num_bytes / MIB,
+        longest.num_bytes_without_windows / MIB,
     )
     if pool.notice:
         logger.warning(pool.notice)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from pagedllm import LLM, SamplingParams
-from pagedllm.errors import ModelError, RequestError
+from pagedllm.errors import ModelError
 from pagedllm.jobs import rows as job_rows
 from pagedllm.jobs import stream
 from pagedllm.jobs.formats import read_lines
@@ -250,7 +250,7 @@ def test_a_clash_of_names_in_the_first_row_is_refused_before_a_model_is_needed(t
         ({"top_p": 7}, ValueError),
         ({"logprobs": -2}, ValueError),
         ({"logits_processors": [print]}, ValueError),
-        ({"prompt_logprobs": 2}, RequestError),
+        ({"prompt_logprobs": 2}, ValueError),
     ],
 )
 def test_given_parameters_are_checked_before_a_model_is_needed(tmp_path, params, error):
