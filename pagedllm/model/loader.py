@@ -96,11 +96,7 @@ def load_model(
     """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
-    if config.head_dim not in backend.supported_head_dims:
-        raise ModelError(
-            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
-            f"{', '.join(map(str, backend.supported_head_dims))}"
-        )
+    check_head_dim(config, backend, checkpoint)
     if max_model_len is not None:
         config = group_layers(config, min(max_model_len, config.max_position))
     decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
@@ -112,6 +108,15 @@ def load_model(
         if name in slots:
             slots[name].load(checkpoint.read(name))
     return decoder
+
+
+def check_head_dim(config: ModelConfig, backend: AttentionBackend, checkpoint: Checkpoint) -> None:
+    """Raises ModelError where the kernels do not have it."""
+    if config.head_dim not in backend.supported_head_dims:
+        raise ModelError(
+            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
+            f"{', '.join(map(str, backend.supported_head_dims))}"
+        )
 
 
 def _check_tensors(
