@@ -10,6 +10,7 @@ Letters: T tokens of the step, R rows whose logits are wanted, H hidden_size, V 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,12 +181,27 @@ def _ropes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from (value for value in rope.values() if isinstance(value, Mapping))
 
 
-def _load(path: Path, dtype: torch.dtype) -> Any:
-    transformers.AttentionInterface.register(IMPLEMENTATION, attention)
+def estimate_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of the weights, KV bytes of a token if every layer keeps it, the longest text; nothing is loaded."""
+    check_settings(checkpoint.config, checkpoint.path)
+    settings = _read_config(checkpoint.path).get_text_config()
+    num_weights = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    num_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    bytes_per_token = 2 * settings.num_hidden_layers * num_heads * head_dim * dtype.itemsize
+    return num_weights * dtype.itemsize, bytes_per_token, settings.max_position_embeddings
+
+
+def _read_config(path: Path) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         raise ModelError(f"{path}: transformers {transformers.__version__} cannot read config.json: {error}") from error
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention)
+    config = _read_config(path)
     name = "/".join(config.architectures or ())
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or model_class.__name__ != name:
