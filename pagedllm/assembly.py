@@ -129,6 +129,7 @@ def _wire(
         rope_variant=runtime.rope_variant,
         chat_template=config.chat_template,
         notices=notices,
+        scores_prompts=runtime.runner.scorer is not None,
     )
     return Assembly(
         engine=EngineCore(scheduler, runtime.runner.execute, tokenizer.detokenizer),

@@ -27,6 +27,7 @@ from pagedllm.jobs.options import Retry
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
+from pagedllm.jobs.score_rows import tell_end
 from pagedllm.jobs.tokens import TOKEN_BYTES, TokenStore
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -67,6 +68,7 @@ class Window:
     positions: array[int] = field(default_factory=lambda: array("i"))  # of the rows in the table
     max_output_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_samples: array[int] = field(default_factory=lambda: array("i"))  # that run for the row
+    num_context_tokens: array[int] = field(default_factory=lambda: array("i"))  # 0 where nothing is scored
     params: list[SamplingParams | str] = field(default_factory=list)  # the row's own as JSON, where they are many
     order: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # to run, as indices of the above
     num_rows: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # with this id, for each
@@ -127,6 +129,7 @@ class PlannedWork:
                 finished = []
                 for request in ended:
                     name, num_rows = self._in_flight.pop(request.prompt_index)
+                    tell_end(request)
                     output = RequestOutput.of_request(request, None, None, token_text)
                     finished.append(Finished(name, output, num_rows, cut_state(request)))
                 if finished:
@@ -141,12 +144,21 @@ class PlannedWork:
     def plan(self, *, measures: bool, always: bool = False) -> JobPlan:
         """What `steps` will do, for the first window. measures: how fast, if it is a long job, or `always`."""
         window, assembly = self._open_window(), self._assembly
-        order, num_rows = window.order, window.num_rows
+        plan, order = self._describe(window), window.order
+        num_tokens = plan.num_new_tokens + plan.max_output_tokens // 2
+        if len(order) and (always or (measures and is_worth_measuring(assembly, num_tokens))):
+            picks = np.linspace(0, len(order) - 1, min(len(order), assembly.max_num_seqs)).astype(int)
+            prompts = [window.tokens.token_ids(index) for index in order[picks].tolist()]
+            plan = replace(plan, speed=measure_speed(assembly, prompts))
+        return plan
+
+    def _describe(self, window: Window) -> JobPlan:
+        assembly, order, num_rows = self._assembly, window.order, window.num_rows
         lengths = window.tokens.num_bytes() // TOKEN_BYTES
         num_samples = np.asarray(window.num_samples, np.int64)
         limits = np.asarray(window.max_output_tokens, np.int64) * num_samples
         num_wanted = int((lengths + limits * EXPECTED_SHARE)[order].sum()) - window.num_shared_tokens
-        plan = JobPlan(
+        return JobPlan(
             engine=assembly.info,
             num_rows=len(self.table.rows),
             is_whole=self._is_scanned,
@@ -164,12 +176,6 @@ class PlannedWork:
             bytes_per_block=assembly.bytes_per_block,
             first_prompt=self._first_prompt,
         )
-        num_tokens = plan.num_new_tokens + plan.max_output_tokens // 2
-        if len(order) and (always or (measures and is_worth_measuring(assembly, num_tokens))):
-            picks = np.linspace(0, len(order) - 1, min(len(order), assembly.max_num_seqs)).astype(int)
-            prompts = [window.tokens.token_ids(index) for index in order[picks].tolist()]
-            plan = replace(plan, speed=measure_speed(assembly, prompts))
-        return plan
 
     def close(self) -> None:
         """Gives the file of token ids back. May be called again."""
@@ -183,6 +189,7 @@ class PlannedWork:
                 yield self._build_request(window, int(index))
             window.tokens.close()
             self._window = None
+            del window  # before the next one is read
             if self._is_scanned:
                 return
 
@@ -194,7 +201,8 @@ class PlannedWork:
         row, name = self.table.rows[position], self.table.id_at(position)
         self._in_flight[row] = name, int(window.num_rows[index])
         cut = self._cut(name) if self._retries == "cut" else ()
-        request = self._reader.build(row, window.tokens.token_ids(index), params, name, cut)
+        token_ids, num_context = window.tokens.token_ids(index), window.num_context_tokens[index]
+        request = self._reader.build(row, token_ids, params, name, cut, num_context)
         request.rank = self._num_built
         self._num_built += 1
         return request
@@ -221,6 +229,7 @@ class PlannedWork:
         is_first, window.num_rows = self._count_equal_rows(window)
         window.order = self._order(window, is_first)
         self._tell_scanned(self.table, window)
+        self._report.add_work(self._describe(window).work, len(self.table.rows), is_all=self._is_scanned)
         return window
 
     def _count_equal_rows(self, window: Window) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -258,6 +267,7 @@ class PlannedWork:
             window.tokens.append(ready.encoded.token_ids)
             window.max_output_tokens.append(self._reader.max_output_tokens(ready))
             window.num_samples.append(ready.params.num_samples)
+            window.num_context_tokens.append(ready.encoded.num_context_tokens)
             window.params.append(self._kept_params(ready))
             if not self._first_prompt:
                 self._first_prompt = ready.encoded.text or self._text_of(ready.encoded.token_ids)
@@ -282,7 +292,7 @@ class PlannedWork:
                 if ending == ERROR:
                     done = self._retries != "failed"
                 else:
-                    limit = self._reader.max_output_tokens(ready)
+                    limit = self._reader.max_completion_tokens(ready)
                     done = num_tokens[i] <= limit
                     if ending == CUT and num_tokens[i] != limit:
                         done = num_tokens[i] == UNKNOWN_TOKENS and self._retries != "cut"

@@ -38,7 +38,7 @@ class Footprint:
     weight_bytes: int
     dtype: str
     kv_bytes: int  # of one request of num_tokens
-    num_tokens: int
+    num_tokens: int  # 0: not known yet
     available: int
 
     @property
@@ -46,10 +46,12 @@ class Footprint:
         return self.weight_bytes + self.kv_bytes <= self.available
 
     def __str__(self) -> str:
+        kv = (
+            f", + {self.kv_bytes / GIB:.1f} GiB KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
+        )
         return (
             f"{self.stored.num_bytes / GB:.1f} GB on disk ({self.stored.kind}), "
-            f"{self.weight_bytes / GIB:.1f} GiB in memory as {self.dtype}, "
-            f"+ {self.kv_bytes / GIB:.1f} GiB KV for one {self.num_tokens:,}-token request; "
+            f"{self.weight_bytes / GIB:.1f} GiB in memory as {self.dtype}{kv}; "
             f"available {self.available / GIB:.1f} GiB: {'fits' if self.fits else 'does not fit'}"
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedllm import LLM, NotSupportedError, SamplingParams
-from pagedllm.errors import ModelError
+from pagedllm.errors import ModelError, RequestError
 from pagedllm.model.checkpoint import SafetensorsCheckpoint
 from pagedllm.model.transformers_model import TransformersDecoder, load_transformers_model
 from pagedllm.ops.attention import CpuAttentionBackend
@@ -155,6 +155,15 @@ def test_weights_that_do_not_fit_are_an_error(starcoder: Path, tmp_path: Path) -
 def test_determinism_is_not_promised(starcoder: Path) -> None:
     with pytest.raises(ValueError, match="deterministic=True is refused with a model run by transformers"):
         open_llm(starcoder, deterministic=True)
+
+
+def test_logprobs_of_prompts_are_refused_by_name(starcoder: Path) -> None:
+    with (
+        open_llm(starcoder) as llm,
+        pytest.raises(RequestError, match="prompt_logprobs and scores") as caught,
+    ):
+        llm.loglikelihood(["one"], [" two"])
+    assert (caught.value.code, caught.value.field) == ("unsupported", "prompt_logprobs")
 
 
 def test_our_own_decoder_can_be_asked_for(starcoder: Path, tmp_path: Path) -> None:
