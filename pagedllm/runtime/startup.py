@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,15 +161,13 @@ def _load(
     kernels: KernelSet,
     weight_format: WeightFormat,
 ) -> CausalModel:
-    """Our decoder, or transformers' model where that is asked for or no family here knows the architecture."""
+    """Our decoder, or transformers' model."""
     max_model_len = config.max_model_len or UNBOUNDED
-    if config.model_impl != "transformers" and (config.model_impl == "pagedllm" or has_family(checkpoint.config)):
+    if not is_run_by_transformers(config.model_impl, checkpoint.config):
         return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len)
-    from pagedllm.model.transformers_model import knows, load_transformers_model  # 1.5 s
+    from pagedllm.model.transformers_model import load_transformers_model  # 1.5 s
     from pagedllm.runtime.eager_check import check_against_eager
 
-    if config.model_impl == "auto" and not knows(checkpoint.config):
-        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len)
     if config.deterministic:
         raise ValueError(
             "deterministic=True is refused with a model run by transformers: torch's products depend on the batch; "
@@ -182,6 +182,15 @@ def _load(
             decoder.config.architecture,
         )
     return decoder
+
+
+def is_run_by_transformers(model_impl: str, settings: Mapping[str, Any]) -> bool:
+    """Where that is asked for, or where transformers knows the architecture of config.json and no family here does."""
+    if model_impl != "auto" or has_family(settings):
+        return model_impl == "transformers"
+    from pagedllm.model.transformers_model import knows  # 1.5 s
+
+    return knows(settings)
 
 
 def choose_formats(kernels: KernelSet, dtype: torch.dtype) -> tuple[AttentionBackend, WeightFormat]:
