@@ -21,9 +21,11 @@ class MoeBuffers:
     Letters: E experts, k experts a token.
     """
 
-    def __init__(self, moe: MoeConfig, hidden_size: int, dtype: torch.dtype, max_num_rows: int) -> None:
+    def __init__(
+        self, moe: MoeConfig, hidden_size: int, dtype: torch.dtype, max_num_rows: int, device: torch.device
+    ) -> None:
         def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
+            return torch.empty(num_rows, width, dtype=dtype, device=device)
 
         has_shared = moe.shared_intermediate_size > 0
         self.router_logits = allocate(max_num_rows, moe.num_experts, torch.float32)  # [rows, E]
@@ -62,9 +64,16 @@ class AttentionRows:
 
 
 class DecoderBuffers:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_logits: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_num_tokens: int,
+        max_num_logits: int,
+        device: torch.device,
+    ) -> None:
         def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
+            return torch.empty(num_rows, width, dtype=dtype, device=device)
 
         max_num_rows = max(max_num_tokens, max_num_logits)
         self.num_q_heads, self.head_dim = config.num_q_heads, config.head_dim
@@ -76,7 +85,7 @@ class DecoderBuffers:
         self.attention = allocate(max_num_tokens, self.q_size)
         is_dense = any(not layer.is_sparse for layer in config.layers)
         self.intermediate = allocate(max_num_rows, config.intermediate_size if is_dense else 0)
-        self.moe = MoeBuffers(config.moe, config.hidden_size, dtype, max_num_rows) if config.moe else None
+        self.moe = MoeBuffers(config.moe, config.hidden_size, dtype, max_num_rows, device) if config.moe else None
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
         self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)

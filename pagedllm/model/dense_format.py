@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.errors import NotSupportedError
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import Epilogue, LinearShape
 from pagedllm.ops.linear import gated_activation, gather_rows
 
@@ -32,7 +32,7 @@ class DenseFormat:
         bias = aligned(num_rows * self.dtype.itemsize) if shape.has_bias else 0
         return aligned(num_rows * shape.in_features * self.dtype.itemsize) + bias
 
-    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
         multiple = VECTOR_BYTES // self.dtype.itemsize
         if shape.in_features % multiple or (shape.is_gated and shape.out_features % multiple):
             raise NotSupportedError(
@@ -44,7 +44,7 @@ class DenseFormat:
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
         weight.split(shape.part_sizes)[part].copy_(rows)
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
         return memory.take((sum(shape.part_sizes),), self.dtype)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:

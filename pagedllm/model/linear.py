@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_linear, packed_shape
 
 
@@ -102,7 +102,7 @@ class WeightFormat(Protocol):
         """What `allocate` takes, and `allocate_bias` where there is one."""
         ...
 
-    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
         """Storage for a Linear, zeroed: padding must be zero."""
         ...
 
@@ -110,7 +110,7 @@ class WeightFormat(Protocol):
         """Stores rows [part_sizes[part], in_features] of a part."""
         ...
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
         """Storage for a bias, zeroed, in the order of the weight's columns."""
         ...
 
@@ -143,7 +143,7 @@ class PackedFormat:
         bias_elements = shape.padded_columns if shape.has_bias else 0
         return aligned(elements * self.dtype.itemsize) + aligned(bias_elements * torch.float32.itemsize)
 
-    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
         return memory.take(packed_shape(shape.padded_columns, shape.in_features, self.dtype), self.dtype)
 
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
@@ -160,7 +160,7 @@ class PackedFormat:
         for block in shape.blocks(part):
             by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
         return memory.take((shape.padded_columns,), torch.float32)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
@@ -180,7 +180,7 @@ class PackedFormat:
 class Linear:
     """y = x @ W.T + b, over one or more parts."""
 
-    def __init__(self, shape: LinearShape, weight_format: WeightFormat, memory: HostMemory) -> None:
+    def __init__(self, shape: LinearShape, weight_format: WeightFormat, memory: Memory) -> None:
         self.shape = shape
         self.format = weight_format
         self.weight = weight_format.allocate(shape, memory)

@@ -6,7 +6,7 @@ packed and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
+from pagedllm.model.host_memory import HostMemory, Memory
 from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
@@ -87,6 +88,7 @@ def load_model(
     namespace: str,
     weight_format: WeightFormat | None = None,
     max_model_len: int | None = None,
+    allocate: Callable[[int], Memory] = HostMemory,
 ) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
 
@@ -101,7 +103,7 @@ def load_model(
         )
     if max_model_len is not None:
         config = group_layers(config, min(max_model_len, config.max_position))
-    decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
+    decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)

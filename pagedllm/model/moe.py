@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedllm.model.buffers import StepRows
 from pagedllm.model.config import ModelConfig, MoeConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import Memory
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.mlp import MLP
 from pagedllm.ops.linear import gather_rows
@@ -31,7 +31,7 @@ def shared_gate_shape(config: ModelConfig) -> LinearShape:
 
 
 class MoE:
-    def __init__(self, config: ModelConfig, weight_format: WeightFormat, memory: HostMemory, namespace: str) -> None:
+    def __init__(self, config: ModelConfig, weight_format: WeightFormat, memory: Memory, namespace: str) -> None:
         assert config.moe is not None
         self.moe = moe = config.moe
         self.namespace = namespace

@@ -27,9 +27,9 @@ from pagedllm.ops._library import Operator
 
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+CUDA_LIBRARY = LIBRARY_FOLDER / "libpagedllm_cuda.so"
 SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
-# Of weights that are packed for a CPU; and of families that have no CUDA kernels yet.
-CPU_ONLY_OPERATORS = frozenset({"packed_linear", "embedding", "layer_norm", "ungated_activation"})
+CPU_ONLY_OPERATORS = frozenset({"packed_linear", "embedding"})  # of weights that are packed for a CPU
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -69,6 +69,15 @@ def load_kernels(kernels: str = "auto") -> KernelSet:
     return KernelSet(name, "pagedllm", path)
 
 
+def load_cuda_kernels(kernels: str = "auto") -> KernelSet:
+    """Loads the kernels for CUDA tensors; beside them those for CPU tensors may be loaded. Raises LibraryError, also
+    where the library was built for a torch that this one does not fit."""
+    if kernels not in ("auto", "cuda"):
+        raise ValueError(f"kernels must be 'auto' or 'cuda' on CUDA, got {kernels!r}")
+    load_library(CUDA_LIBRARY, CPU_ONLY_OPERATORS)
+    return KernelSet("cuda", "pagedllm", CUDA_LIBRARY)
+
+
 def cpu_flags() -> frozenset[str]:
     """Instruction sets that CPU and operating system offer, in the words of /proc/cpuinfo."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -104,7 +113,7 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
     if not path.exists():
         raise LibraryError(f"the kernels {path} do not exist; build them: {BUILD_COMMAND}")
     others = [name for name in torch.ops.loaded_libraries if "libpagedllm_cpu_" in name and name != str(path)]
-    if others and path != SIMT_LIBRARY:
+    if others and "libpagedllm_cpu_" in path.name:
         raise LibraryError(
             f"this process has loaded {', '.join(sorted(others))} and cannot load {path} besides: "
             "one process runs one instruction set"
@@ -113,7 +122,10 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
         torch.ops.load_library(str(path))
         get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
     except (OSError, AttributeError) as error:
-        raise LibraryError(f"the kernels {path} do not load ({error}); build them again: {BUILD_COMMAND}") from error
+        raise LibraryError(
+            f"the kernels {path} do not load into torch {torch.__version__} ({error}); "
+            f"build them again: {BUILD_COMMAND}"
+        ) from error
     get_signatures.restype = ctypes.c_char_p
     defined = [schema for schema in defined_schemas() if schema[: schema.index("(")] not in lacking]
     difference = compare_signatures(defined, get_signatures().decode().splitlines())
