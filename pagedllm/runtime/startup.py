@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -214,15 +216,13 @@ def _load(
     weight_format: WeightFormat,
     device: ComputeDevice,
 ) -> CausalModel:
-    """Our decoder, or transformers' model where that is asked for or no family here knows the architecture."""
+    """Our decoder, or transformers' model."""
     max_model_len = config.max_model_len or UNBOUNDED
-    if config.model_impl != "transformers" and (config.model_impl == "pagedllm" or has_family(checkpoint.config)):
+    if not is_run_by_transformers(config.model_impl, checkpoint.config):
         return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len, device.allocate)
-    from pagedllm.model.transformers_model import knows, load_transformers_model  # 1.5 s
+    from pagedllm.model.transformers_model import load_transformers_model  # 1.5 s
     from pagedllm.runtime.eager_check import check_against_eager
 
-    if config.model_impl == "auto" and not knows(checkpoint.config):
-        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len, device.allocate)
     if device.is_gpu:
         raise NotSupportedError(f"{checkpoint.path}: a model run by transformers is not supported on a GPU: take a CPU")
     if config.deterministic:
@@ -239,6 +239,15 @@ def _load(
             decoder.config.architecture,
         )
     return decoder
+
+
+def is_run_by_transformers(model_impl: str, settings: Mapping[str, Any]) -> bool:
+    """Where that is asked for, or where transformers knows the architecture of config.json and no family here does."""
+    if model_impl != "auto" or has_family(settings):
+        return model_impl == "transformers"
+    from pagedllm.model.transformers_model import knows  # 1.5 s
+
+    return knows(settings)
 
 
 def choose_formats(
