@@ -41,8 +41,8 @@ class DenseFormat:
             )
         return memory.take((sum(shape.part_sizes), shape.in_features), self.dtype)
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
-        weight.split(shape.part_sizes)[part].copy_(rows)
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
+        weight.split(shape.part_sizes)[part][first_row : first_row + len(rows)].copy_(rows)
 
     def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
         return memory.take((sum(shape.part_sizes),), self.dtype)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import Checkpoint, SafetensorsCheckpoint
+from pagedllm.model.checkpoint import ALL_ROWS, Checkpoint, SafetensorsCheckpoint
 from pagedllm.model.gguf_config import ROPE_FREQS, hf_config, hf_generation_config, hf_tensor_names
 from pagedllm.model.gguf_header import GGUFHeader, TensorInfo
 from pagedllm.model.gguf_tokenizer import GGUFVocabulary, tokenizer_files
@@ -53,21 +53,22 @@ class GGUFCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A new tensor of `shape(name)`; another dtype than float32 is rounded from it."""
+    def read(self, name: str, rows: slice = ALL_ROWS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new tensor; another dtype than float32 is rounded from it."""
         info = self._info(name)
         raw = self.header.raw(info)
         if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             raw = unpermute(raw.reshape(info.shape[0], -1), self.config[kind], name, self.path).reshape(raw.shape)
-        tensor = torch.empty(info.shape, dtype=dtype)
-        rows = tensor.view(len(raw), -1)
-        step = max(1, SLAB_VALUES // rows.shape[1])
-        for start in range(0, len(rows), step):
+        raw = raw.reshape(info.shape[0], -1)[rows]
+        tensor = torch.empty(len(raw), *info.shape[1:], dtype=dtype, device="cpu")
+        values_of = tensor.view(len(raw), -1)
+        step = max(1, SLAB_VALUES // values_of.shape[1])
+        for start in range(0, len(raw), step):
             values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
             if self.architecture == "gemma3" and name.endswith("norm.weight"):
                 values -= 1
-            rows[start : start + step] = values
+            values_of[start : start + step] = values
         return tensor
 
     def _info(self, name: str) -> TensorInfo:

@@ -116,7 +116,7 @@ def _write_safetensors(checkpoint: GGUFCheckpoint, file: IO[bytes], dtype: str) 
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
     for name in checkpoint.names():
-        tensor = checkpoint.read(name, torch_dtype)
+        tensor = checkpoint.read(name, dtype=torch_dtype)
         file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 

@@ -25,6 +25,7 @@ class WeightSlot:
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]  # takes a tensor of that shape and any floating type, and copies it
+    load_rows: Callable[[int, Tensor], None] | None = None  # some rows, the first one's number before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ class LinearShape:
             return -(-self.part_sizes[0] // GATED_HALF) * PANEL
         return -(-sum(self.part_sizes) // PANEL) * PANEL
 
-    def blocks(self, part: int) -> Iterator[Block]:
-        """Where the rows of a part lie: 32 columns of every panel where gated, else one run of columns."""
-        row, num_rows = 0, self.part_sizes[part]
+    def blocks(self, part: int, first_row: int, num_rows: int) -> Iterator[Block]:
+        """Where `num_rows` rows of a part lie: 32 columns of every panel where gated, else one run of columns."""
+        row = 0
         width = GATED_HALF if self.is_gated else PANEL
-        column = 0 if self.is_gated else sum(self.part_sizes[:part])
+        column = first_row if self.is_gated else sum(self.part_sizes[:part]) + first_row
         left = part * GATED_HALF if self.is_gated else 0  # of the part's columns within a panel
         while row < num_rows:
             panel, offset = divmod(column + row, width)
@@ -106,8 +107,8 @@ class WeightFormat(Protocol):
         """Storage for a Linear, zeroed: padding must be zero."""
         ...
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
-        """Stores rows [part_sizes[part], in_features] of a part."""
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
+        """Stores rows [num_rows, in_features] of a part, first_row and those after it."""
         ...
 
     def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
@@ -146,7 +147,7 @@ class PackedFormat:
     def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
         return memory.take(packed_shape(shape.padded_columns, shape.in_features, self.dtype), self.dtype)
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
         rows = rows.to(self.dtype)
         if self.dtype == torch.float32:
             by_column = weight.transpose(1, 2)  # [panels, 64, K], a view
@@ -157,7 +158,7 @@ class PackedFormat:
             rows = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
             rows = rows.view(torch.int32)
             by_column = weight.view(torch.int32)[..., 0].transpose(1, 2)  # [panels, 64, K/2], a view
-        for block in shape.blocks(part):
+        for block in shape.blocks(part, first_row, len(rows)):
             by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
     def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
@@ -165,7 +166,7 @@ class PackedFormat:
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
         by_panel = bias.view(-1, PANEL)
-        for block in shape.blocks(part):
+        for block in shape.blocks(part, 0, len(values)):
             by_panel[block.panels, block.columns] = values[block.rows].float().unflatten(0, block.shape)
 
     def apply(
@@ -196,7 +197,9 @@ class Linear:
         slots = {}
         for part, (name, size) in enumerate(zip(part_names, self.shape.part_sizes, strict=True)):
             weight_shape = (size, self.shape.in_features)
-            slots[f"{name}.weight"] = WeightSlot(weight_shape, functools.partial(self.load_weight, part))
+            slots[f"{name}.weight"] = WeightSlot(
+                weight_shape, functools.partial(self.load_weight, part), functools.partial(self.load_rows, part)
+            )
             if self.shape.has_bias:
                 slots[f"{name}.bias"] = WeightSlot((size,), functools.partial(self.load_bias, part))
         return slots
@@ -206,7 +209,12 @@ class Linear:
         expected = (self.shape.part_sizes[part], self.shape.in_features)
         if tuple(rows.shape) != expected:
             raise ValueError(f"expected a weight of shape {expected}, got {tuple(rows.shape)}")
-        self.format.load_part(self.weight, self.shape, part, rows)
+        self.load_rows(part, 0, rows)
+
+    def load_rows(self, part: int, first_row: int, rows: Tensor) -> None:
+        """rows: some of a part, [num_rows, in_features], any floating type."""
+        assert first_row + len(rows) <= self.shape.part_sizes[part]
+        self.format.load_part(self.weight, self.shape, part, first_row, rows)
 
     def load_bias(self, part: int, values: Tensor) -> None:
         """values: [part_sizes[part]], any floating type. Raises ValueError on another shape."""

@@ -1,12 +1,13 @@
 """From a checkpoint to a Decoder, with every tensor accounted for.
 
-Names, shapes and types are checked from the headers before any tensor is read; then they are read one at a time,
-packed and dropped.
+Names, shapes and types are checked from the headers before any tensor is read; then they are read, packed and dropped,
+a large one by slabs of rows: what is held beside the packed weights stays small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,8 +21,10 @@ from pagedllm.model.hf_config import shown
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
+from pagedllm.ops.linear import PANEL
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf")
+SLAB_BYTES = 2 << 20  # of a file; they stay in the cache until they are packed
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -94,8 +97,25 @@ def load_model(
     _check_tied_head(checkpoint, config, family)
     for name in checkpoint.names():  # in the order of the files
         if name in slots:
-            slots[name].load(checkpoint.read(name))
+            _fill(slots[name], checkpoint, name)
     return decoder
+
+
+def _fill(slot: WeightSlot, checkpoint: Checkpoint, name: str) -> None:
+    if slot.load_rows is None:
+        slot.load(checkpoint.read(name))
+        return
+    for rows in _slabs(checkpoint, name):
+        slot.load_rows(rows.start, checkpoint.read(name, rows))
+
+
+def _slabs(checkpoint: Checkpoint, name: str) -> Iterator[slice]:
+    """The rows of a tensor in ranges of whole panels."""
+    num_rows, *sizes = checkpoint.shape(name)
+    row_bytes = math.prod(sizes) * checkpoint.dtype(name).itemsize
+    step = max(1, SLAB_BYTES // (row_bytes * PANEL)) * PANEL
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
 
 
 def _check_tensors(
@@ -134,7 +154,10 @@ def _check_tied_head(checkpoint: Checkpoint, config: ModelConfig, family: Family
     head, embedding = family.tensor_name("head.weight"), family.tensor_name("embedding.weight")
     if not config.is_tied or head not in checkpoint.names():
         return
-    if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+    if any(
+        not torch.equal(checkpoint.read(head, rows), checkpoint.read(embedding, rows))
+        for rows in _slabs(checkpoint, head)
+    ):
         raise ModelError(
             f"{checkpoint.path}: {head} differs from {embedding}, but tie_word_embeddings is true: set it to false in "
             "config.json or remove the tensor"

@@ -65,7 +65,7 @@ def test_a_quantized_matrix_reads_as_the_gguf_package_dequantizes_it(tmp_path: P
     assert tensor.dtype == torch.float32
     assert expected.isfinite().all()
     assert torch.equal(tensor, expected)
-    assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight", torch.bfloat16), expected.bfloat16())
+    assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight", dtype=torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32"])
