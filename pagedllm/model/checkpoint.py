@@ -197,7 +197,7 @@ class _File:
         row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
         first, end, _ = rows.indices(entry.shape[0]) if entry.shape else (0, 1, 1)
         content = torch.empty((end - first) * row_bytes, dtype=torch.uint8, device="cpu")
-        self._fill(memoryview(content.numpy()), entry.begin + first * row_bytes, name)
+        self._fill(content.numpy().data, entry.begin + first * row_bytes, name)
         return content.view(dtype).view(end - first, *entry.shape[1:]) if entry.shape else content.view(dtype)[0]
 
     def _fill(self, target: memoryview, position: int, name: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedllm.errors import NotSupportedError
 from pagedllm.model.host_memory import HostMemory, aligned
 from pagedllm.model.linear import Epilogue, LinearShape
-from pagedllm.ops.linear import gated_activation, gather_rows
+from pagedllm.ops.linear import Activation, gated_activation, gather_rows
 
 VECTOR_BYTES = 16  # rows of operands are whole vectors
 
@@ -27,12 +27,14 @@ class DenseFormat:
     def tensor_names(self, name: str) -> tuple[str, ...]:
         return (name,)
 
-    def num_bytes(self, shape: LinearShape) -> int:
-        num_rows = sum(shape.part_sizes)
+    def num_bytes(self, shape: LinearShape, count: int = 1) -> int:
+        num_rows = count * sum(shape.part_sizes)
         bias = aligned(num_rows * self.dtype.itemsize) if shape.has_bias else 0
         return aligned(num_rows * shape.in_features * self.dtype.itemsize) + bias
 
-    def allocate(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
+        if lead:
+            raise NotSupportedError("mixtures of experts have no CUDA kernels yet")
         multiple = VECTOR_BYTES // self.dtype.itemsize
         if shape.in_features % multiple or (shape.is_gated and shape.out_features % multiple):
             raise NotSupportedError(
@@ -44,7 +46,7 @@ class DenseFormat:
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
         weight.split(shape.part_sizes)[part][first_row : first_row + len(rows)].copy_(rows)
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
         return memory.take((sum(shape.part_sizes),), self.dtype)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
@@ -67,6 +69,18 @@ class DenseFormat:
             torch.addmm(bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)
+
+    def apply_grouped(
+        self,
+        namespace: str,
+        out: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        biases: Tensor | None,
+        bounds: Tensor,
+        activation: Activation,
+    ) -> None:
+        raise AssertionError("`allocate` refuses groups")
 
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
         gather_rows(namespace, out, weight, token_ids)

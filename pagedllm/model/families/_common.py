@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pagedllm.model.config import LayerConfig, ModelConfig
 from pagedllm.model.hf_config import ConfigReader
+from pagedllm.ops.moe import MAX_CHOSEN_EXPERTS
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 MAX_LAYERS = 4096  # far above any model, and a list of them fits in memory
@@ -142,4 +143,6 @@ def read_experts_per_token(reader: ConfigReader, num_experts: int, default: int 
         raise reader.error("num_experts_per_tok", "is missing")
     if number > num_experts:
         raise reader.error("num_experts_per_tok", f"is {number}, but there are {num_experts} experts")
+    if number > MAX_CHOSEN_EXPERTS:
+        raise reader.error("num_experts_per_tok", f"is {number}, at most {MAX_CHOSEN_EXPERTS} are supported")
     return number
