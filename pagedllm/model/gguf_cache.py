@@ -25,7 +25,7 @@ import torch
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import GGUFHeader
 
-CONVERTER_VERSION = 1  # raise it when the conversion gives anything else
+CONVERTER_VERSION = 2  # raise it when the conversion gives anything else
 DTYPES = {
     "bfloat16": (torch.bfloat16, "BF16", 2),
     "float16": (torch.float16, "F16", 2),

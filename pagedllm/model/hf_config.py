@@ -84,6 +84,10 @@ class ConfigReader:
         """Whether a setting stands there, null or not: some families' defaults differ from null."""
         return key in self._settings
 
+    def peek(self, key: str) -> Any:
+        """The setting, not taken; None where it is absent."""
+        return self._settings.get(key)
+
     def take(self, key: str, default: T | Required = REQUIRED) -> T | Any:
         """The setting, or the default where it is absent or null."""
         self._left.discard(key)

@@ -91,6 +91,7 @@ def load_model(
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
     decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
+    checkpoint = family.unpacked(checkpoint) if family.unpacked else checkpoint
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)

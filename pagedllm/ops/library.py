@@ -31,7 +31,7 @@ SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
 # Of weights that are packed for a CPU; and of families that have no CUDA kernels yet.
 CPU_ONLY_OPERATORS = frozenset({
     "packed_linear", "embedding", "layer_norm", "ungated_activation", "route_tokens", "grouped_linear",
-    "combine_experts",
+    "combine_experts", "layer_norm_heads",
 })  # fmt: skip
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.

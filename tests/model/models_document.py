@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.gguf_config import LAYER_NAMES
 from pagedllm.model.hf_config import ACTIVATIONS
 from pagedllm.model.registry import FAMILIES, read_model_config
 from tests.model.configs import REAL_CONFIGS
 from tests.model.family_models import CASES, config_json
+from tests.model.gguf_families import GGUF_CASES
 
 ROPE_WORDS = {"longrope": "longrope"}
+GGUF_TESTED_ELSEWHERE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")  # test_gguf.py
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
@@ -76,7 +77,7 @@ def features(config: ModelConfig) -> Iterator[str]:
 def document() -> str:
     configs = [*REAL_CONFIGS.values(), *(config_json(case) for case in CASES.values())]
     used: dict[str, dict[str, None]] = {family.architecture: {} for family in FAMILIES}
-    in_gguf = {family.architecture for family in FAMILIES if family.model_type.removesuffix("_text") in LAYER_NAMES}
+    in_gguf = {CASES[name].architecture for name in GGUF_CASES} | set(GGUF_TESTED_ELSEWHERE)
     for settings in configs:
         config = read_model_config(settings, Path("config"))
         used[config.architecture].update(dict.fromkeys(features(config)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,20 @@ def test_one_unknown_setting_is_refused_by_name(model: str, key: str, value: obj
         read(config, **{key: value})
     assert f"config.json: {key if key.isprintable() else repr(key)} is " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ALL_CONFIGS)
+@pytest.mark.parametrize("key", ["factr", "rope_theta_local", "partial_rotary"])
+def test_one_unknown_setting_of_a_rope_is_refused_by_name(model: str, key: str) -> None:
+    config = ALL_CONFIGS[model]
+    for place in ("rope_parameters", "rope_scaling"):
+        rope = config.get(place)
+        if not isinstance(rope, dict):
+            continue
+        for inner in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            changed = json.loads(json.dumps(rope).replace(json.dumps(inner), json.dumps({**inner, key: 2.0})))
+            with pytest.raises(ModelError, match=rf"config\.json: {place}\.(\w+\.)?{key} (is|must be) "):
+                read(config, **{place: changed})
 
 
 JSON = st.recursive(
@@ -285,14 +300,18 @@ ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
             "partial_rotary_factor 0.1 of head_dim 32 is not an even number of features",
         ),
         ("granite", {"residual_multiplier": 1e-9}, r"residual_multiplier must be in \[0.001, 1000\], got 1e-09"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True, only False is supported"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False, only True is supported"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, only False is supported"),
         ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads must be the number of heads 4"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, only False is"),
         ("gpt2", {"n_ctx": 64}, "n_ctx is 64, only 128 is supported"),
         ("gpt2", {"n_head": 3}, "n_embd is 128, which 3 heads do not divide"),
-        ("falcon 7b", {"alibi": True}, "alibi is True, only False is supported"),
+        ("falcon 7b", {"alibi": True}, "alibi is true: scores that fall with the distance are not supported by the k"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, only 2 is supported"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config is {'quant_method': 'gptq'",
+        ),
+        ("qwen3_moe", {"num_experts": 99, "num_local_experts": 99, "num_experts_per_tok": 65}, "is 65, at most 64 are"),
         ("falcon 7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, which is not supported here"),
         ("falcon 40b", {"parallel_attn": False}, "parallel_attn is false, which new_decoder_architecture contradicts"),
         ("falcon 40b", {"num_kv_heads": 3}, "num_kv_heads is 3, which does not fit 4 heads"),
