@@ -139,6 +139,9 @@ CASES: dict[str, Case] = {
         {**SIZES, "layer_norm_eps": 1e-5},
         {**_partial(1.0), "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
     ),
+    "gpt_neox, the 20B's activation": Case(
+        "GPTNeoXForCausalLM", {**SIZES, "layer_norm_eps": 1e-5}, {**_partial(0.25), "hidden_act": "gelu_fast"}
+    ),
     "gpt2": Case("GPT2LMHeadModel", GPT2),
     "gpt2, unscaled and untied": Case(
         "GPT2LMHeadModel", GPT2, {"scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 72}

@@ -19,6 +19,7 @@ from pagedllm.model.registry import read_model_config
 from pagedllm.ops.linear import Activation
 from tests.model.configs import GEMMA_3_270M, LLAMA_31_8B, QWEN3_06B, REAL_CONFIGS, SMOLLM2_135M
 from tests.model.family_models import CASES, config_json
+from tests.model.published_configs import PUBLISHED
 
 FOLDER = Path("model")
 ALL_CONFIGS = {**REAL_CONFIGS, **{name: config_json(case) for name, case in CASES.items()}}
@@ -274,6 +275,18 @@ def test_gemma3_pattern_stands_in_for_layer_types() -> None:
         config = {k: v for k, v in GEMMA_3_270M.items() if k not in ("layer_types", "_sliding_window_pattern")}
         windows = [layer.attention.window for layer in read(config, **{key: 3}).layers]
         assert windows == [512, 512, 0] * 6
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    settings = PUBLISHED[name]
+    config = read(settings)
+    assert config.num_layers == settings.get("num_hidden_layers", settings.get("n_layer"))
+    assert config.activation != Activation.NONE
+
+
+def test_command_rs_length_is_the_one_it_was_trained_for() -> None:
+    assert read(PUBLISHED["c4ai-command-r-v01"]).max_position == 131072
 
 
 def family_config(name: str) -> dict[str, Any]:

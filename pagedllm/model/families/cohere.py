@@ -33,7 +33,9 @@ NEUTRAL = {
 def read_config(reader: ConfigReader) -> ModelConfig:
     has_qk_norm = reader.boolean("use_qk_norm", False)  # Command-R+
     config = _read(reader, "CohereForCausalLM", 500_000.0, lambda sizes: None)
-    return replace(config, qk_norm="layer_head" if has_qk_norm else "none")
+    # max_position_embeddings says 8192 where the model was trained on 128k
+    longest = reader.integer("model_max_length", config.max_position)
+    return replace(config, max_position=longest, qk_norm="layer_head" if has_qk_norm else "none")
 
 
 def read_cohere2_config(reader: ConfigReader) -> ModelConfig:

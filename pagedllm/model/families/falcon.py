@@ -57,6 +57,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         max_position=stretched_length(rope, sizes.max_position),
         is_tied_default=True,
         activation_key="activation",
+        default_activation="gelu",
     )
     return replace(
         config,
