@@ -81,6 +81,7 @@ class GGUFCheckpoint:
         for start in range(0, len(raw), step):
             values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
             values_of[start : start + step] = values - source.offset if source.offset else values
+        self.header.release(info)
         return tensor
 
     def _source(self, name: str) -> Source:

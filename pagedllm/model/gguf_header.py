@@ -102,6 +102,12 @@ class GGUFHeader:
         flat = np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
         return flat.reshape(-1, info.num_bytes * info.shape[-1] // int(np.prod(info.shape, dtype=np.int64)))
 
+    def release(self, info: TensorInfo) -> None:
+        """Gives the tensor's pages back, which count as this process's while they are mapped."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+
 
 class _Reader:
     """A position in the mapped file that cannot leave it."""
