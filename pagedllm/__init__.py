@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "pagedllm.llm",
     "BatchError": "pagedllm.errors",
+    "BeamSearchParams": "pagedllm.beam_search_params",
     "CompletionOutput": "pagedllm.outputs",
     "NotSupportedError": "pagedllm.errors",
     "PagedLLMError": "pagedllm.errors",
@@ -30,6 +31,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "BatchError",
+    "BeamSearchParams",
     "CompletionOutput",
     "NotSupportedError",
     "PagedLLMError",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from pagedllm.beam_search_params import BeamSearchParams
     from pagedllm.errors import BatchError, NotSupportedError, PagedLLMError, RequestError
     from pagedllm.llm import LLM
     from pagedllm.outputs import CompletionOutput, RequestOutput

@@ -10,11 +10,16 @@ import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
+import numpy as np
+
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
+from pagedllm.beam_search_params import BeamSearchParams
+from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
+from pagedllm.engine.run_log import Ended, RunLog, Work
 from pagedllm.errors import BatchError, RequestError
 from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.progress import Bar, is_watched
@@ -36,14 +41,16 @@ class Call:
         call_number: int,
         first_request_number: int,
         priorities: Sequence[int],
+        beam_search: BeamSearchParams | None = None,
     ) -> None:
-        """name: "prompts" or "messages", for errors; params and priorities: one per prompt."""
+        """name: "prompts" or "messages", for errors; params and priorities: one per prompt; beam_search: of all."""
         self._assembly = assembly
         self._name = name
         self._prompts = prompts
         self._first_request_number = first_request_number
         self._requests: dict[int, Request] = {}  # by index
         self._errors: dict[int, RequestError] = {}
+        self._num_shared_tokens = 0  # that the prefix cache should have
         self._duplicate_of: dict[int, int] = {}  # indices that are not run, because another gives the same output
         copies: dict[int, SamplingParams] = {}  # by id: one engine's own copy of each object the caller passed
         seed = assembly.seed
@@ -68,6 +75,7 @@ class Call:
                 stream_key(seed, call_number, index),
                 priorities[index],
             )
+            self._requests[index].beam_search = beam_search
         if assembly.engine.scheduler.policy.plans_ahead:
             self._plan()
 
@@ -86,15 +94,8 @@ class Call:
     def run(self, use_tqdm: bool | Callable[..., Any]) -> None:
         """Runs all requests to their end. An exception is raised again with `.outputs`, finished ones whole, others
         partial; KeyboardInterrupt also says how to reach them."""
-        waiting: list[Request] | None = [
-            request for index, request in self._requests.items() if index not in self._duplicate_of
-        ]
-
-        def source(num_in_flight: int) -> list[Request] | None:
-            nonlocal waiting
-            added, waiting = waiting, None
-            return added
-
+        to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
+        to_run.sort(key=self._assembly.engine.scheduler.policy.admission_key)  # stable: by arrival, all of them 0 yet
         bar = Bar(
             len(self._requests),
             "Processed prompts",
@@ -103,17 +104,34 @@ class Call:
         )
         num_equal_to = Counter(self._duplicate_of.get(index, index) for index in self._requests)
         num_finished = num_input_tokens = num_output_tokens = num_cut = 0
+        engine = self._assembly.engine
+        log, ended = RunLog(engine.stats), Ended()
+        num_tokens = sum(request.num_prompt_tokens for request in to_run) - self._num_shared_tokens
+        num_samples = [request.sampling_params.num_samples for request in to_run]
+        num_allowed = sum(map(mul, num_samples, (request.max_output_tokens for request in to_run)))
+        work = Work(sum(num_samples), num_tokens, num_allowed)
+
+        def seconds_left() -> float | None:
+            return log.seconds_left(work, ended)
+
         try:
-            with contextlib.closing(drive(self._assembly.engine, source)) as steps:
-                for ended in steps:
-                    for request in ended:
+            source = feed(iter(to_run), self._assembly.max_num_seqs)
+            with contextlib.closing(drive(engine, source)) as steps:
+                for finished in steps:
+                    log.note_step(engine.stats)
+                    for request in finished:
+                        for sample in request.samples:
+                            ended.add(sample.num_output_tokens, sample.max_output_tokens, sample.finish_reason)
                         num_equal = num_equal_to[request.prompt_index]
                         num_finished += num_equal
                         num_input_tokens += request.num_prompt_tokens
-                        num_output_tokens += request.num_output_tokens
-                        num_cut += num_equal if request.finish_reason == "length" else 0
-                        bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut)
+                        num_output_tokens += sum(output.num_output_tokens for output in request.samples)
+                        num_cut += num_equal * any(output.finish_reason == "length" for output in request.samples)
+                        bar.show(num_finished, num_input_tokens, num_output_tokens, num_cut, seconds_left)
         except BaseException as error:
+            for request in to_run:
+                if request.finish_reason is None:  # the engine has not seen it
+                    request.finish_reason, request.text = "abort", "" if request.sampling_params.detokenize else None
             outputs = self.outputs()
             error.outputs = outputs  # type: ignore[attr-defined]
             if isinstance(error, KeyboardInterrupt):
@@ -148,25 +166,28 @@ class Call:
     def _plan(self) -> None:
         """Ranks the requests by prefix and expected length, and finds those that need not run."""
         names: dict[int, str] = {}  # by id of params
+        indices = list(self._requests)
+        prompts = [array("i", self._requests[index].token_ids).tobytes() for index in indices]
         keys: list[tuple[bytes, str] | None] = []
-        for request in self._requests.values():
-            params = request.sampling_params
+        for prompt, index in zip(prompts, indices, strict=True):
+            params = self._requests[index].sampling_params
             draws_its_own = not params.is_greedy and params.seed in (None, -1)
             if draws_its_own or params.logits_processors:  # a user's callable may keep a state
                 keys.append(None)
                 continue
             if id(params) not in names:
                 names[id(params)] = repr(params)
-            keys.append((array("i", request.token_ids).tobytes(), names[id(params)]))
-        indices = list(self._requests)
-        for index, earlier in zip(indices, find_duplicates(keys), strict=True):
-            if earlier is not None:
-                self._duplicate_of[index] = indices[earlier]
-        to_run = [request for index, request in self._requests.items() if index not in self._duplicate_of]
-        prompts = [array("i", request.token_ids).tobytes() for request in to_run]
-        expected = [request.max_output_tokens for request in to_run]
-        for rank, position in enumerate(plan_order(prompts, expected, 4 * self._assembly.block_size)):
-            to_run[position].rank = rank
+            keys.append((prompt, names[id(params)]))
+        duplicate_of = find_duplicates(keys)
+        self._duplicate_of = {indices[i]: indices[j] for i, j in enumerate(duplicate_of) if j is not None}
+        to_run = np.array([i for i, j in enumerate(duplicate_of) if j is None], np.int32)
+        num_bytes = np.fromiter(map(len, prompts), np.int32, len(prompts))
+        expected = np.array([self._requests[index].max_output_tokens for index in indices], np.int32)
+        block_size = self._assembly.block_size
+        order, num_shared_blocks = plan_order(prompts.__getitem__, num_bytes, expected, 4 * block_size, to_run)
+        for rank, position in enumerate(order.tolist()):
+            self._requests[indices[position]].rank = rank
+        self._num_shared_tokens = num_shared_blocks * block_size
 
     def raise_if_failed(self, outputs: RequestOutputs) -> None:
         """BatchError with all outputs if a request failed while running."""
@@ -179,16 +200,18 @@ class Call:
     def tell_of_cuts(self) -> None:
         """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""
         by_params: Counter[int] = Counter()
-        num_by_room = 0
+        num_by_room = num_outputs = 0
         for index in self._requests:
             request = self._requests[self._duplicate_of.get(index, index)]
             params = request.sampling_params
-            if request.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
-                if request.num_output_tokens == params.max_tokens:
-                    by_params[params.max_tokens] += 1
-                else:
-                    num_by_room += 1
-        total, notices = f"{len(self._prompts):,}", self._assembly.notices
+            num_outputs += len(request.samples)
+            for output in request.samples:
+                if output.finish_reason == "length" and not params.ignore_eos and params.max_tokens != 0:
+                    if output.num_output_tokens == params.max_tokens:
+                        by_params[params.max_tokens] += 1
+                    else:
+                        num_by_room += 1
+        total, notices = f"{num_outputs + len(self._errors):,}", self._assembly.notices
         if by_params:
             limits = sorted(by_params)
             where = f"max_tokens={limits[0]}" if len(limits) == 1 else f"max_tokens={limits[0]} to {limits[-1]}"

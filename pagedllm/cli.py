@@ -1,4 +1,4 @@
-"""The command line: `pagedllm run | status | merge | doctor | bench | --version`.
+"""The command line: `pagedllm run | status | export | merge | demo | cache | doctor | bench | --version`.
 
 stdout carries results only; notices, progress and summary go to stderr. Exit codes: 0 done, 1 could not run or finish,
 2 refused before any work, 3 rows failed, 130 and 143 interrupted. Arguments and files are checked before torch is
@@ -19,14 +19,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pagedllm
-from pagedllm import flags
+from pagedllm import flags, job_commands
 from pagedllm.config import EngineConfig
-from pagedllm.errors import LibraryError, PagedLLMError
+from pagedllm.errors import LibraryError, PagedLLMError, RequestError
+from pagedllm.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, ROWS_FAILED, TERMINATED, complain
 
 if TYPE_CHECKING:
     from pagedllm.jobs.runner import Job
-
-DONE, FAILED, REFUSED, ROWS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
 
 class Terminated(BaseException):
@@ -46,28 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagedllm", description="Offline batch inference of language models.")
     parser.add_argument("--version", action="version", version=f"pagedllm {pagedllm.__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | status | merge | doctor | bench")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="run a file of prompts",
-        description="Reads one JSON object a line, with `prompt` or `messages` and perhaps `sampling_params`, and "
+        description="Reads rows with `prompt` or `messages` and perhaps `sampling_params`, or OpenAI batch lines, and "
         "writes each with its output: all its fields, then output, finish_reason, stop_reason, prompt_tokens, "
-        "completion_tokens, error and row.",
+        "completion_tokens, error and row. The names tell the kind of file: JSON lines (plain or .gz), .csv, .tsv or "
+        ".parquet. The same command again continues. Exit codes: 0 finished, 1 could not run or finish, 2 refused "
+        "before any work, 3 rows failed, 130 and 143 interrupted.",
     )
-    run.add_argument("-i", "--input", required=True, metavar="IN", help="JSON lines, plain or .gz; - is stdin")
-    run.add_argument("-o", "--output", required=True, metavar="OUT", help="JSON lines; - is stdout")
+    run.add_argument("-i", "--input", required=True, metavar="IN", help="a file, a quoted pattern, or - for stdin")
+    run.add_argument("-o", "--output", required=True, metavar="OUT", help="a file, or - for stdout")
     run.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
     add_job_flags(run)
+    add_row_flags(run)
     flags.add_llm_flags(run)
     flags.add_sampling_flags(run)
     run.set_defaults(command=run_command, parser=run)
-    status = commands.add_parser("status", help="how far a job is")
-    status.add_argument("output", metavar="OUT")
-    status.set_defaults(command=status_command)
-    merge = commands.add_parser("merge", help="join the results of all shards of a job, in the order of its rows")
-    merge.add_argument("shards", nargs="+", metavar="SHARD")
-    merge.add_argument("-o", "--output", required=True, metavar="OUT")
-    merge.set_defaults(command=merge_command)
+    job_commands.add_parsers(commands)
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.set_defaults(command=doctor_command, parser=doctor)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")
@@ -88,6 +84,7 @@ def add_job_flags(run: argparse.ArgumentParser) -> None:
         help="what to do if OUT or a part of it exists (default: resume)",
     )
     group.add_argument("--retry", choices=("failed", "cut"), help="run these rows of an earlier run again")
+    group.add_argument("--dry-run", action="store_true", help="tell the plan, with the time it takes; write nothing")
     group.add_argument("--limit", type=int, metavar="N", help="the first N rows only")
     group.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th row from the I-th on")
     group.add_argument(
@@ -96,6 +93,38 @@ def add_job_flags(run: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-failed", type=_max_failed, metavar="N|P%", help="stop if more rows fail; no more than that is no error"
     )
+    group.add_argument(
+        "--report", metavar="FILE", help="how it went, as .html (with charts, by the extra `charts`), .json or .md"
+    )
+    group.add_argument("--report-text", action="store_true", help="quote some outputs in the report")
+
+
+def add_row_flags(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("the rows; not for OpenAI batch lines")
+    texts = group.add_mutually_exclusive_group()
+    texts.add_argument("--template", metavar="TEXT", help="the prompt, with {column} for the columns of a row")
+    texts.add_argument("--template-file", metavar="FILE", help="the same from a file")
+    group.add_argument("--chat", action="store_true", help="make each prompt one user message")
+    texts = group.add_mutually_exclusive_group()
+    texts.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    texts.add_argument("--system-file", metavar="FILE", help="the same from a file")
+    group.add_argument(
+        "--keep", type=_keep, default="all", metavar="all|none|a,b", help="columns of the input in OUT (default: all)"
+    )
+    group.add_argument("--output-column", default="output", metavar="NAME", help="of the text (default: output)")
+    group.add_argument("--output-prefix", default="", metavar="TEXT", help="before the names of the result's columns")
+
+
+def _keep(text: str) -> str | list[str]:
+    return text if text in ("all", "none") else text.split(",")
+
+
+def _text(text: str | None, file: str | None) -> str | None:
+    """What was given, or what the file holds, without the line break at its end. Raises OSError, ValueError."""
+    if file is None:
+        return text
+    with open(file, encoding="utf-8", newline="") as stream:
+        return stream.read().removesuffix("\n").removesuffix("\r")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -111,7 +140,7 @@ _shard.__name__, _max_failed.__name__ = "I/N", "N or P%"  # argparse names them:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    from pagedllm.jobs.runner import open_job
+    from pagedllm.jobs.opening import open_job
 
     sampling = flags.sampling_arguments(args)
     with contextlib.ExitStack() as stack:
@@ -129,6 +158,14 @@ def run_command(args: argparse.Namespace) -> int:
                     shard=args.shard,
                     order=args.order,
                     max_failed=args.max_failed,
+                    report=args.report,
+                    report_text=args.report_text,
+                    template=_text(args.template, args.template_file),
+                    chat=args.chat,
+                    system=_text(args.system, args.system_file),
+                    keep=args.keep,
+                    output_column=args.output_column,
+                    output_prefix=args.output_prefix,
                 )
             )
         except (PagedLLMError, ValueError, OSError) as error:
@@ -166,8 +203,11 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     num_rows = None if args.quiet and args.max_failed is None else job.count_rows()
     with llm, contextlib.closing(JobProgress(num_rows, args.quiet)) as progress:
         try:
-            report = llm.run_job(job, progress.show)
-        except (JobRefused, FileExistsError) as error:
+            if args.dry_run:
+                print(llm.plan_job(job).text(), file=sys.stderr)
+                return DONE
+            report = llm.run_job(job, progress.show, None if args.quiet else progress.tell_plan)
+        except (JobRefused, RequestError, FileExistsError) as error:
             return complain(error, REFUSED)
         except TooManyFailures as error:
             complain(error, ROWS_FAILED)
@@ -178,27 +218,6 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     if report.num_failed and args.quiet:
         complain(f"{report.num_failed:,} of {report.num_rows:,} rows failed; {report.first_error}", ROWS_FAILED)
     return DONE if job.allows_failures() else ROWS_FAILED
-
-
-def status_command(args: argparse.Namespace) -> int:
-    from pagedllm.jobs.tools import describe_job
-
-    try:
-        print(describe_job(args.output))
-    except (OSError, ValueError) as error:
-        return complain(error, REFUSED)
-    return DONE
-
-
-def merge_command(args: argparse.Namespace) -> int:
-    from pagedllm.jobs.tools import merge_shards
-
-    try:
-        num_rows = merge_shards(args.shards, args.output)
-    except (OSError, ValueError) as error:
-        return complain(error, REFUSED)
-    print(f"pagedllm: {num_rows:,} rows in {args.output}", file=sys.stderr)
-    return DONE
 
 
 def doctor_command(args: argparse.Namespace) -> int:
@@ -220,18 +239,14 @@ def bench_command(args: argparse.Namespace) -> int:
         return complain(error, FAILED)
 
 
-def complain(problem: BaseException | str, code: int) -> int:
-    print(f"pagedllm: error: {problem}", file=sys.stderr)
-    return code
-
-
 def tell_how_to_continue(job: Job, argv: Sequence[str]) -> None:
-    """The last line of a run that did not finish."""
+    """The last line of a run that did not finish is the command that continues it."""
     if job.partial is None:
-        print(f"pagedllm: to start again: pagedllm {shlex.join(argv)}", file=sys.stderr)
+        print("pagedllm: nothing is kept of this run; this starts it again:", file=sys.stderr)
+        print(f"pagedllm {shlex.join(argv)}", file=sys.stderr)
         return
-    print(f"pagedllm: {job.num_written:,} results are in {job.partial}", file=sys.stderr)
-    print(f"pagedllm: it continues by: pagedllm {shlex.join(continuing(argv))}", file=sys.stderr)
+    print(f"pagedllm: {job.num_written:,} results are in {job.partial}; this continues:", file=sys.stderr)
+    print(f"pagedllm {shlex.join(continuing(argv))}", file=sys.stderr)
 
 
 def continuing(argv: Sequence[str]) -> list[str]:

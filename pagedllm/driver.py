@@ -1,13 +1,30 @@
-"""drive: keeps an engine busy until a source of requests runs dry; what is left when it stops early is aborted."""
+"""drive: keeps an engine busy until a source of requests runs dry; what is left when it stops early is aborted.
+
+`feed` makes a source of a long line of requests: those far behind need not be in the engine yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from pagedllm.engine.core import EngineCore
 from pagedllm.request import Request
 
+SEQS_AHEAD = 4  # requests in the engine, in units of what it runs at once: enough to choose from
 Source = Callable[[int], Sequence[Request] | None]  # number in flight -> requests to add now; None: no more will come
+
+
+def feed(requests: Iterator[Request], max_num_seqs: int) -> Source:
+    """A source that keeps some requests waiting in the engine, and takes more from the iterator as they go."""
+    max_in_flight = SEQS_AHEAD * max_num_seqs
+
+    def source(num_in_flight: int) -> list[Request] | None:
+        if num_in_flight > max_in_flight // 2:
+            return []
+        return list(itertools.islice(requests, max_in_flight - num_in_flight)) or None
+
+    return source
 
 
 def drive(engine: EngineCore, source: Source) -> Generator[list[Request], None, None]:

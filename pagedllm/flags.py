@@ -30,7 +30,7 @@ LLM_HELP = {
     "max_num_seqs": "requests per step",
     "max_num_batched_tokens": "new tokens per step",
     "enable_prefix_caching": "share the KV cache of equal beginnings",
-    "enforce_eager": "no captured graphs; on a CPU there are none",
+    "enforce_eager": "every step run by Python: decode steps are not recorded",
     "scheduling_policy": "offline, fcfs or priority",
     "deterministic": "always so on a CPU",
     "num_threads": "threads; default: all that this process may use",
@@ -45,7 +45,7 @@ LLM_HELP = {
     "max_logprobs": "largest logprobs a request may ask for",
 }
 SAMPLING_HELP = {
-    "n": "outputs per prompt; only 1 yet",
+    "n": "outputs per prompt; only 1 in files yet",
     "temperature": "0 to 2; 0 is greedy",
     "top_p": "share of the probability to sample from, (0, 1]",
     "top_k": "sample from the k likeliest; 0 = off",

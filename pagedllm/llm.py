@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pagedllm.assembly import Assembly, assemble
+from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.call import Call
 from pagedllm.call_lock import CallLock
 from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pagedllm.engine.stats import EngineStats
-    from pagedllm.jobs.files import IfExists, Order, Retry
+    from pagedllm.jobs.options import IfExists, Order, Retry
+    from pagedllm.jobs.plan import JobPlan
     from pagedllm.jobs.report import JobReport
     from pagedllm.jobs.runner import Job
 
@@ -218,6 +220,35 @@ class LLM:
             self._num_calls += 1
             return iterator
 
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
+    ) -> RequestOutputs:
+        """The likeliest outputs that beam search finds: one RequestOutput per prompt, beam_width outputs each.
+
+        They come best first, with `cumulative_logprob` and `score`. The search is that of transformers'
+        `generate(num_beams=...)`; all beams of all prompts advance together. The rest is as in `generate`; beams that
+        the KV cache can never hold all at their full length are a RequestError("never_fits").
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be a BeamSearchParams, got {type(params).__name__}")
+        with self._lock:
+            self._open().builder.check_beam_search(params)
+            return self._call(
+                parse_prompts(prompts),
+                "prompts",
+                params.sampling_params(),
+                ChatOptions(),
+                None,
+                use_tqdm,
+                on_error,
+                replace(params),
+            )
+
     def submit(self, prompt: Any, params: SamplingParams | None = None) -> Future[RequestOutput]:
         """Hands in one prompt and returns at once; what many threads hand in runs together, in one daemon thread.
 
@@ -278,21 +309,36 @@ class LLM:
         shard: tuple[int, int] = (1, 1),
         order: Order = "input",
         max_failed: int | float | None = None,
+        report: str | os.PathLike[str] | None = None,
+        report_text: bool = False,
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        keep: str | Sequence[str] = "all",
+        output_column: str = "output",
+        output_prefix: str = "",
     ) -> JobReport:
-        """Runs a file of rows into a file of results, one JSON object a line, in input order. Again: it continues.
+        """Runs a file of rows into a file of results, in input order. Again: it continues.
 
-        A row has `prompt` or `messages`, perhaps `sampling_params`, and any other fields, which come back with the
-        result's columns. The row's own sampling_params come first, then those given here (a dict of fields), then the
-        model's generation_config.json, then the neutral defaults.
+        JSON lines, plain or .gz; .csv and .tsv; .parquet. A row has `prompt` or `messages`, perhaps `sampling_params`,
+        and any other fields, which come back with the result's columns. The row's own sampling_params come first, then
+        those given here (a dict of fields), then the model's generation_config.json, then the neutral defaults.
 
         if_exists: "resume" continues what an earlier run of the same job left (in OUT.partial) and computes what is new
             in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
-            length, are run again. limit: the first rows only. shard: (i, n), every n-th row from the i-th on.
-        order: of the lines, "input" or "completion". max_failed: rows, or a share (float); the job stops at more.
+            length, are run again, the latter from where they stopped. limit: the first rows only. shard: (i, n), every
+            n-th row from the i-th on. order: of the results, "input" or "completion". max_failed: rows, or a share
+            (float); the job stops at more.
+        template: makes the prompt: {column} is replaced, other braces stay. chat: the prompt is one user message,
+            behind `system` where that is given, which implies chat.
+        keep: of the input's columns: "all", "none" or a list. output_column: the name of the text's column;
+            output_prefix: stands before the names of the result's columns.
+        report: a file to tell how it went, .html (with charts where matplotlib is installed), .json or .md; rows by
+            number and id, with report_text also some outputs.
 
-        Raises as `pagedllm.jobs.runner.open_job` and `Job.run`; a bad row has its reason in its `error` column.
+        Raises as `pagedllm.jobs.opening.open_job` and `Job.run`; a bad row has its reason in its `error` column.
         """
-        from pagedllm.jobs.runner import open_job
+        from pagedllm.jobs.opening import open_job
 
         with open_job(
             input,
@@ -305,13 +351,31 @@ class LLM:
             shard=shard,
             order=order,
             max_failed=max_failed,
+            report=report,
+            report_text=report_text,
+            template=template,
+            chat=chat,
+            system=system,
+            keep=keep,
+            output_column=output_column,
+            output_prefix=output_prefix,
         ) as job:
             return self.run_job(job)
 
-    def run_job(self, job: Job, on_progress: Callable[[JobReport], None] | None = None) -> JobReport:
-        """Runs a job that `pagedllm.jobs.runner.open_job` made before this model was loaded."""
+    def run_job(
+        self,
+        job: Job,
+        on_progress: Callable[[JobReport], None] | None = None,
+        on_plan: Callable[[JobPlan], None] | None = None,
+    ) -> JobReport:
+        """Runs a job that `pagedllm.jobs.opening.open_job` made before this model was loaded."""
         with self._lock:
-            return job.run(self._open(), self.config, on_progress)
+            return job.run(self._open(), self.config, on_progress, on_plan)
+
+    def plan_job(self, job: Job) -> JobPlan:
+        """What running this job would do; nothing of it is written. The job is used up."""
+        with self._lock:
+            return job.plan(self._open(), self.config)
 
     @property
     def stats(self) -> EngineStats:
@@ -377,6 +441,7 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
         on_error: OnError,
+        beam_search: BeamSearchParams | None = None,
     ) -> RequestOutputs:
         assembly = self._open()
         self._abort_abandoned(assembly)
@@ -392,13 +457,15 @@ class LLM:
             call_number=self._num_calls,
             first_request_number=self._num_requests,
             priorities=priorities,
+            beam_search=beam_search,
         )
         if on_error == "raise":
             call.raise_if_refused()
         self._num_calls += 1
         self._num_requests += len(prompts)
         call.run(use_tqdm)
-        call.tell_of_cuts()
+        if beam_search is None:
+            call.tell_of_cuts()
         outputs = call.outputs()
         if on_error == "raise":
             call.raise_if_failed(outputs)

@@ -67,7 +67,7 @@ class OpenRequests:
         ended = engine.take(self._prompts)
         if engine.scheduler is not self._scheduler:
             self._scheduler = engine.scheduler
-            ended += engine.abort([i for i in self._prompts if i not in self._scheduler.requests])
+            ended += engine.abort([i for i in self._prompts if self._scheduler.find(i) is None])
         if not ended and self._prompts:
             stepped = engine.step()
             ended = [request for request in stepped if request.request_id in self._prompts]

@@ -80,6 +80,7 @@ class CompletionOutput:
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None  # the stop string, or the id of the eos or stop token
     reasoning: str | None = None  # of thinking models: what stood between the think tags, then not in `text`
+    score: float | None = None  # of beam_search: cumulative_logprob / length ** length_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,14 @@ class RequestMetrics:
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_steps: int  # from its first admission to its end
+    max_output_tokens: int  # of each sample
+    num_samples: int  # that ran; greedy ones are equal and run once
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer. A failed one has `outputs == []`, `text is None` and `error`."""
+    """One prompt's answer: n outputs, or one per beam. A failed one has `outputs == []`, `text is None` and `error`."""
 
     request_id: str
     index: int  # place of the prompt in the call
@@ -135,20 +139,26 @@ class RequestOutput:
             num_cached_tokens=request.num_cached_tokens,
             metrics=RequestMetrics(
                 request.num_prompt_tokens,
-                request.num_output_tokens,
+                sum(sample.num_output_tokens for sample in request.samples),
                 request.num_cached_tokens,
-                request.num_preemptions,
+                sum(sample.num_preemptions for sample in request.samples),
+                request.num_steps,
+                request.max_output_tokens,
+                len(request.samples),
             ),
-            finished=request.is_finished and request.finish_reason != "abort",
+            finished=all(sample.is_finished and sample.finish_reason != "abort" for sample in request.samples),
         )
         if request.error is None:
-            output.outputs.append(_completion(request, token_text))
+            samples = request.samples
+            if len(samples) == 1:  # greedy ones are all equal and run once
+                samples *= request.sampling_params.n
+            output.outputs = [_completion(sample, index, token_text) for index, sample in enumerate(samples)]
         return output
 
 
-def _completion(request: Request, token_text: Callable[[int], str]) -> CompletionOutput:
+def _completion(request: Request, index: int, token_text: Callable[[int], str]) -> CompletionOutput:
     completion = CompletionOutput(
-        index=0,
+        index=index,
         text=request.text,
         token_ids=request.output_token_ids,
         finish_reason=None if request.finish_reason == "error" else request.finish_reason,
@@ -156,6 +166,8 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
     )
     if request.thinking is not None and completion.text is not None:
         completion.reasoning, completion.text = request.thinking.split(completion.text)
+    if request.score is not None:
+        completion.score, completion.cumulative_logprob = request.score, request.cumulative_logprob
     if request.sampling_params.logprobs is not None:
         import numpy as np
 
@@ -167,20 +179,22 @@ def _completion(request: Request, token_text: Callable[[int], str]) -> Completio
     return completion
 
 
-def result_columns(output: RequestOutput) -> dict[str, Any]:
+def result_columns(output: RequestOutput, n: int = 1) -> dict[str, Any]:
     """The columns that a result row has besides the input's own: always these, one type each.
 
+    n: outputs per row; if more than one, what each of them has of its own are lists, of n in a failed row too.
     A thinking model's thought is not among them: it is `CompletionOutput.reasoning`.
     """
-    if output.error is not None:
-        error, text, finish_reason, stop_reason, num_tokens = output.error, None, "error", "", 0
-        error_text = f"{error.code}: {error.message}"
-    else:
-        completion = output.outputs[0]
-        text, finish_reason = completion.text or "", completion.finish_reason or ""
-        stop_reason = "" if completion.stop_reason is None else str(completion.stop_reason)
-        num_tokens, error_text = len(completion.token_ids), ""
-    values = (text, finish_reason, stop_reason, len(output.prompt_token_ids), num_tokens, error_text, output.index)
+    error_text = "" if output.error is None else f"{output.error.code}: {output.error.message}"
+    texts: list[str | None] = [None] * n
+    reasons, stops, counts = ["error"] * n, [""] * n, [0] * n
+    if output.error is None:
+        texts = [completion.text or "" for completion in output.outputs]
+        reasons = [completion.finish_reason or "" for completion in output.outputs]
+        stops = ["" if c.stop_reason is None else str(c.stop_reason) for c in output.outputs]
+        counts = [len(completion.token_ids) for completion in output.outputs]
+    per_output = (texts, reasons, stops, counts) if n > 1 else (texts[0], reasons[0], stops[0], counts[0])
+    values = (*per_output[:3], len(output.prompt_token_ids), per_output[3], error_text, output.index)
     return dict(zip(RESULT_COLUMNS, values, strict=True))
 
 
@@ -192,14 +206,18 @@ class RequestOutputs(list[RequestOutput]):
         return [output.text for output in self]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """One dict per prompt: `prompt`, `metadata` where any prompt has some, and the columns of a result file."""
+        """One dict per prompt: `prompt`, `metadata` where any prompt has some, and the columns of a result file.
+
+        Where a prompt has several outputs, `output`, `finish_reason`, `stop_reason` and `completion_tokens` are lists.
+        """
+        n = max((len(output.outputs) for output in self), default=1)
         has_metadata = any(output.metadata is not None for output in self)
         rows = []
         for output in self:
             row: dict[str, Any] = {"prompt": output.prompt}
             if has_metadata:
                 row["metadata"] = output.metadata
-            rows.append({**row, **result_columns(output)})
+            rows.append({**row, **result_columns(output, n)})
         return rows
 
     def to_pandas(self) -> pd.DataFrame:

@@ -23,6 +23,7 @@ class Bar:
         self._bar: Any = None
         self._start = time.perf_counter()
         self._num_finished = 0
+        self._has_our_looks = make is None
         if make is not None:
             self._bar = make(total=total, desc=description)
         elif is_shown and total != 0:
@@ -32,8 +33,15 @@ class Bar:
                 total=total, desc=description, file=sys.stderr, delay=DELAY_SECONDS, unit=" it", bar_format=FORMAT
             )
 
-    def show(self, num_finished: int, num_input_tokens: int, num_output_tokens: int, num_cut: int) -> None:
-        """The numbers are totals so far."""
+    def show(
+        self,
+        num_finished: int,
+        num_input_tokens: int,
+        num_output_tokens: int,
+        num_cut: int,
+        seconds_left: Callable[[], float | None],
+    ) -> None:
+        """The numbers are totals so far; seconds_left: asked only when something is drawn."""
         num_new = num_finished - self._num_finished
         if self._bar is None or not num_new:
             return
@@ -44,6 +52,9 @@ class Bar:
             f"cut {100 * num_cut / num_finished:.0f} %",
             refresh=False,
         )
+        left = seconds_left() if self._has_our_looks else None
+        if left is not None:
+            self._bar.bar_format = FORMAT.replace("{remaining}", self._bar.format_interval(left))
         self._bar.update(num_new)
 
     def close(self) -> None:

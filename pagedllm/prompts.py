@@ -140,8 +140,10 @@ def _parse_token_ids(value: Any, place: str, index: int, metadata: Any = None) -
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         return _refused(f"{place} must be a list of token ids, got {brief(value)}", index, metadata)
+    if set(map(type, value)) <= {int}:  # without a loop in Python: a prompt may have thousands
+        return Prompt(token_ids=list(value), metadata=metadata)
     for position, token_id in enumerate(value):
-        if type(token_id) is not int and not is_int(token_id):
+        if not is_int(token_id):
             return _refused(f"{place} must be a list of ints: item {position} is {brief(token_id)}", index, metadata)
     return Prompt(token_ids=[int(token_id) for token_id in value], metadata=metadata)
 

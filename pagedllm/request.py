@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pagedllm.beam_search_params import BeamSearchParams
     from pagedllm.errors import RequestError
     from pagedllm.reasoning import Thinking
     from pagedllm.sampling_params import SamplingParams
@@ -57,6 +58,14 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # bad_words as the tokenizer writes them, with and without a space
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is one of the stops
     extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes
+    beam_search: BeamSearchParams | None = None  # of a request whose output is searched for, not sampled
+
+    # Of what the scheduler makes of one request that asks for several outputs.
+    family_id: str = ""  # the request_id of the request that was added; empty where it asks for one output
+    sample_index: int = 0  # which of a prompt's n samples; 0 is the request that was added
+    num_samples: int = 1  # tokens to draw from the next logits: more for samples to come, 0 for a beam
+    shares_blocks: bool = False  # also without a prefix cache: with the others of its family
+    other_samples: list[Request] = field(default_factory=list)  # indices 1, 2 ... of the request that was added
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -65,11 +74,19 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     num_preemptions: int = 0
+    first_step: int = 0  # number of the step that admitted it first
+    num_steps: int = 0  # set at the end: how many it took from then on
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
 
     text: str | None = None  # set at finish, unless sampling_params.detokenize is False
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per output token when asked for
     cumulative_logprob: float = 0.0
+    score: float | None = None  # of a hypothesis of beam search: cumulative_logprob / length ** length_penalty
+
+    @property
+    def samples(self) -> tuple[Request, ...]:
+        """All outputs of the request that was added, by sample_index."""
+        return (self, *self.other_samples)
 
     @property
     def num_output_tokens(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import NotSupportedError, RequestError
@@ -19,6 +20,7 @@ from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pagedllm.beam_search_params import BeamSearchParams
     from pagedllm.tokenizer import Tokenizer
 
 NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and newlines behind it
@@ -30,13 +32,14 @@ MAX_KNOWN_WORDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How messages become text; the fields are those of `LLM.chat`."""
+    """How messages become text; the fields are those of `LLM.chat`. clock: what `strftime_now` in templates reads."""
 
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    clock: Callable[[], datetime] = datetime.now
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,10 @@ class RequestBuilder:
             return EncodedPrompt(None, list(prompt.token_ids), prompt.metadata)
         return EncodedPrompt(prompt.text, [], prompt.metadata, error)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None or self.tokenizer.chat_template is not None
+
     def render_chat(self, messages: Sequence[Any], chat: ChatOptions) -> str:
         """The final text of a conversation; RequestError("template_error") quotes the template's own words."""
         return self.tokenizer.apply_chat_template(
@@ -113,6 +120,7 @@ class RequestBuilder:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             tools=chat.tools,
+            clock=chat.clock,
             **chat.chat_template_kwargs,
         )
 
@@ -130,12 +138,22 @@ class RequestBuilder:
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
         params.verify_for_model(self.vocab_size, self.max_logprobs)
+        if params.n > 1 and params.is_greedy:
+            self.notices.tell(f"n={params.n} with temperature=0: greedy outputs are all equal, each prompt is run once")
         for word in params.bad_words or ():
             if _first_surrogate(word) is not None:
                 raise RequestError(
                     "invalid_parameter", f"bad_words must be text that can be encoded, got {word!r}", field="bad_words"
                 )
         self._tell_of_hidden_stops(params)
+
+    def check_beam_search(self, params: BeamSearchParams) -> None:
+        """The checks of a BeamSearchParams on use; RequestError."""
+        params.verify()
+        sampling_params = params.sampling_params()
+        self.check_params(sampling_params)
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        params.verify_for_model(self.vocab_size, len({*eos_token_ids, *(params.stop_token_ids or ())}))
 
     def check_prompt(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
         """Raises RequestError if the engine cannot run these ids with these params."""

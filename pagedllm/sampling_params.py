@@ -35,6 +35,7 @@ BOOLS = (
 class SamplingParams:
     """What a request asks of the sampler; the defaults are neutral.
 
+    n: outputs per prompt, each drawn from a stream of its own; the first is that of n=1. Greedy ones are all equal.
     temperature: 0..2; under 1e-5 greedy. top_p: (0, 1]. top_k: 0 or -1 = off. min_p: [0, 1].
     presence_penalty, frequency_penalty: [-2, 2], over the output. repetition_penalty: > 0, over prompt and output.
     seed: an int makes the request repeat itself; None or -1 draws from the LLM's seed.
@@ -96,6 +97,11 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     @property
+    def num_samples(self) -> int:
+        """That run for a prompt: greedy ones are all equal."""
+        return 1 if self.is_greedy else self.n
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -117,8 +123,6 @@ class SamplingParams:
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "a bool", getattr(self, name))
-        if self.n != 1:
-            raise NotSupportedError(f"n={self.n} is not supported yet: pass the prompt {self.n} times, with seeds")
         for name in ("prompt_logprobs", "structured_outputs"):
             if getattr(self, name) is not None:
                 raise NotSupportedError(f"{name} is not supported yet: leave it None")

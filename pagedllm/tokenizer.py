@@ -28,6 +28,7 @@ LEGACY_TEMPLATE_FILE = "chat_template.json"  # {"chat_template": ...}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 FIRST_WITHOUT_FORK_WARNING = (0, 23)
+SLICE_TEXTS = 2048
 
 
 class Tokenizer:
@@ -93,14 +94,21 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Equal to `encode` of each. Uses all cores, except where that would make a later fork print a warning."""
+        """Equal to `encode` of each. Uses all cores, except where that would make a later fork print a warning.
+
+        In slices: what the library returns is large, and an interrupt is seen between two of them.
+        """
         import tokenizers
 
         version = tuple(map(int, tokenizers.__version__.split(".")[:2]))
         if version < FIRST_WITHOUT_FORK_WARNING and "TOKENIZERS_PARALLELISM" not in os.environ:
             return [self.encode(text, add_special_tokens) for text in texts]
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        ids: list[list[int]] = []
+        for begin in range(0, len(texts), SLICE_TEXTS):
+            texts_of_slice = list(texts[begin : begin + SLICE_TEXTS])
+            encodings = self._backend.encode_batch_fast(texts_of_slice, add_special_tokens=add_special_tokens)
+            ids += [encoding.ids for encoding in encodings]
+        return ids
 
     def decode(
         self,

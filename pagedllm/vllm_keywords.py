@@ -73,3 +73,7 @@ FOREIGN_SAMPLING_PARAMS: Mapping[str, Foreign] = {
     "skip_clone": _any("SamplingParams are never edited"),
     "skip_reading_prefix_cache": _only(False, "it is the default", "pass LLM(enable_prefix_caching=False)"),
 }
+FOREIGN_BEAM_SEARCH_PARAMS: Mapping[str, Foreign] = {
+    "temperature": _only(0.0, "beam search does not sample", "leave it out: beam search does not sample"),
+    "include_stop_str_in_output": _only(False, "it is the default", "take it from the output's token_ids"),
+}

@@ -36,6 +36,7 @@ class FakeTokenizer:
     special_token_ids = frozenset((BOS, EOS, END))
     vocab_size = VOCAB_SIZE
     think_ids: Mapping[str, int] = {}
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = [BOS] if add_special_tokens and self.bos_token_id is not None else []
@@ -102,18 +103,19 @@ class FakeRunner:
             tokens, data = self.rows[item.request_id]
             tokens.extend(item.new_token_ids)
             is_last = item.num_computed_tokens + item.num_new_tokens == len(tokens)
-            token_id = self.next_token(tokens, data) if is_last else None
-            finite.append(token_id != -1)
-            sampled.append((token_id,) if token_id is not None and token_id >= 0 else ())
-            logprobs.append(self.logprobs(sampled[-1], data))
-            tokens.extend(sampled[-1])
+            indices = range(data.sample_index, data.sample_index + max(1, item.num_samples)) if is_last else ()
+            drawn = tuple(self.next_token(tokens, data, index) for index in indices)
+            finite.append(-1 not in drawn)
+            logprobs.append(self.logprobs(drawn, data) if finite[-1] else ())
+            sampled.append(drawn if finite[-1] and item.num_samples else ())
+            tokens.extend(sampled[-1][:1])
         return ModelRunnerOutput(sampled, finite, logprobs if any(logprobs) else ())
 
-    def next_token(self, tokens: list[int], data: NewRequestData) -> int:
+    def next_token(self, tokens: list[int], data: NewRequestData, sample_index: int = 0) -> int:
         forced = self.forced(tokens, data)
         if forced is not None:
             return forced
-        seed = 0 if data.sampling_params.is_greedy else data.seed
+        seed = 0 if data.sampling_params.is_greedy else data.seed + sample_index
         digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=4).digest()
         return 3 + ord("a") + int.from_bytes(digest, "little") % 26
 
@@ -174,4 +176,19 @@ def fake_assemble(
         block_size=config.block_size,
         bytes_per_block=1024,
         numerics={"dtype": "none", "kernels": "fake"},
+        info={
+            "model": config.model,
+            "device": "cpu",
+            "dtype": "none",
+            "kernels": "fake",
+            "deterministic": True,
+            "num_threads": 1,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "block_size": config.block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": 1024 * num_blocks,
+        },
     )

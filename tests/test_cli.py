@@ -69,8 +69,12 @@ def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
     assert [row["completion_tokens"] for row in rows] == [3, 3]
     out, err = capsys.readouterr()
     assert out == ""
-    told, *summary = err.splitlines()
+    told, *lines = err.splitlines()
     assert told == "pagedllm: rows without sampling_params: sampling by max_tokens=3, temperature=0.0 (given)"
+    num_plan_lines = lines.index('first prompt "a"') + 1
+    plan, summary = lines[:num_plan_lines], lines[num_plan_lines:]
+    assert "rows         2: 0 done before, 0 refused, 0 equal to another, 2 to run" in plan
+    assert "time         not measured for so few tokens" in plan
     assert summary[0] == "rows         2: 0 failed, 2 cut by a length"
     assert [line.partition("  ")[0] for line in summary] == [
         "rows",
@@ -79,6 +83,8 @@ def test_run_writes_results_and_a_summary_on_stderr(files, capsys):
         "prefix hits",
         "KV cache",
         "preemptions",
+        "deterministic yes: the same rows give the same tokens",
+        "limited by",
     ]
     assert "peak 2 of 512 blocks of 16 tokens" in err
 
@@ -118,8 +124,13 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--max-tokens", "x"], "argument --max-tokens: invalid int or none value: 'x'"),
         (["--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid list of ints value: '1,x'"),
         (["--logit-bias", "[1]"], "argument --logit-bias: invalid JSON object value: '[1]'"),
-        (["--n", "2"], "n=2 is not supported yet"),
-        (["--logprobs", "2"], "logprobs in files are not supported yet"),
+        (["--logprobs", "21"], "logprobs must be at most max_logprobs (20), or -1, got 21"),
+        (["--template", "{x} {id}"], "the template's {x} is no column: the columns are prompt, id"),
+        (["--template", "x", "--template-file", "y"], "not allowed with argument --template"),
+        (["--template-file", "missing"], "No such file or directory: 'missing'"),
+        (["--keep", "id,nothing"], "keep: 'nothing' is no column: the columns are prompt, id"),
+        (["--output-column", "row"], "output_column='row': 'row' is the name of another result column"),
+        (["--output-column", "id"], "the field 'id' has the name of a result column"),
         (["--if-exists", "append"], "argument --if-exists: invalid choice: 'append'"),
         (["--retry", "failed", "--if-exists", "fail"], "retry='failed' continues a job"),
         (["--limit", "0"], "limit must be None or an int >= 1, got 0"),
@@ -127,8 +138,7 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--shard", "3"], "argument --shard: invalid I/N value: '3'"),
         (["--max-failed", "200%"], "max_failed must be None, an int >= 0 or a share"),
         (["--max-failed", "x"], "argument --max-failed: invalid N or P% value: 'x'"),
-        (["-i", "x.parquet"], "'x.parquet': only JSON lines (.jsonl, .jsonl.gz) are supported yet"),
-        (["-o", "x.jsonl.gz"], "a compressed output is not supported yet"),
+        (["-o", "x.parquet.gz"], "'x.parquet.gz': Parquet is compressed inside: leave .gz out"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
 )
@@ -176,8 +186,11 @@ def test_a_model_that_does_not_load_is_one_line_and_leaves_no_file(files, capsys
 def test_a_full_disk_ends_with_exit_code_1_and_says_how_to_start_again(files, capsys):
     assert run("run", "-m", "fake", "-i", files[0], "-o", "/dev/full") == 1
     err = capsys.readouterr().err.splitlines()
-    assert err[-2] == "pagedllm: error: [Errno 28] No space left on device"
-    assert err[-1] == f"pagedllm: to start again: pagedllm run -m fake -i {files[0]} -o /dev/full"
+    assert err[-3:] == [
+        "pagedllm: error: [Errno 28] No space left on device",
+        "pagedllm: nothing is kept of this run; this starts it again:",
+        f"pagedllm run -m fake -i {files[0]} -o /dev/full",
+    ]
 
 
 def test_every_llm_field_has_the_flag_of_its_name_and_its_default():
@@ -298,8 +311,8 @@ def test_an_interrupted_run_leaves_whole_rows_and_says_how_to_continue(tmp_path,
     assert process.returncode == code
     rows = [json.loads(line) for line in partial.read_text().splitlines()]
     assert 10 <= len({row["row"] for row in rows}) == len(rows) < 300
-    assert err[-2] == f"pagedllm: {len(rows)} results are in {partial}"
-    assert err[-1].startswith("pagedllm: it continues by: pagedllm run -m fake -i")
+    assert err[-2] == f"pagedllm: {len(rows)} results are in {partial}; this continues:"
+    assert err[-1].startswith("pagedllm run -m fake -i")
     assert not any("Traceback" in line for line in err)
 
 

@@ -15,17 +15,21 @@ import pytest
 from tests.test_readme import ROOT, find_blocks, make_demo_folder, run, run_readme
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PAGES_WITH_CODE = [page for page in PAGES if any(b.language == "python" for b in find_blocks(page.read_text()))]
+PAGES_WITH_CODE = [
+    page for page in PAGES if any(b.language in ("python", "console") for b in find_blocks(page.read_text()))
+]
 EXAMPLES = {
     "quickstart.py": r"'The capital of Italy is' -> ' Rome",
     "chat.py": r"user: And of France\?\nassistant: .*Paris",
     "two_models.py": r"What is two plus two\? \| .+ \| .+",
     "pandas_column.py": r"Tokyo\s+Japan",
+    "batch_job.py": r"(?s)too-long \| prompt_too_long: .*4 rows, 1 failed, [1-9].*reviews-report.html",
+    "openai_batch.py": r"(?s)capital-of-japan \| .*Tokyo.*capital-of-france \| .*Paris.*with-tools \| .*tools",
 }
 
 
 def test_some_page_has_code_that_runs() -> None:
-    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md"]
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
@@ -46,6 +50,27 @@ def test_an_example_runs_on_the_demo_model(name: str, demo_gguf: Path, tmp_path:
 def test_every_example_is_run() -> None:
     others = {"show_answers.py"}  # run by `make demo`
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
+
+
+def test_the_notebook_runs_and_shows_tables_and_charts(demo_gguf: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    make_demo_folder(tmp_path, demo_gguf)
+    (notebook,) = (ROOT / "examples").glob("*.ipynb")
+    cells = nbformat.read(notebook, as_version=4)
+    assert [cell for cell in cells.cells if cell.cell_type == "code" and cell.outputs] == []  # none is kept in the file
+    NotebookClient(cells, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
+    shown = [
+        output["data"]["text/html"]
+        for cell in cells.cells
+        for output in cell.get("outputs", [])
+        if "text/html" in output.get("data", {})
+    ]
+    assert len(shown) == 4
+    assert all("<table" in html for html in shown)
+    assert "Tokyo" in shown[1]
+    assert shown[3].count("<svg") == 6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

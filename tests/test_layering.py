@@ -22,11 +22,12 @@ LAYER_OF = {
     **dict.fromkeys(
         ("errors", "sampling_params", "outputs", "config", "request", "keywords", "vllm_keywords", "reasoning"), "base"
     ),
+    "beam_search_params": "base",
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
     **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
-    **dict.fromkeys(("cli", "doctor", "flags", "self_test", "__main__"), "cli"),
+    **dict.fromkeys(("cli", "doctor", "exit_codes", "flags", "self_test", "job_commands", "__main__"), "cli"),
 }
 PLAN = "engine.scheduler_output"  # the contract between the scheduler and the torch side
 BELOW_RUNTIME = {"base", "ops", "model", "sampling", PLAN}

@@ -745,3 +745,35 @@ def test_what_comes_later_is_refused_by_name(keyword, value):
 def test_paths_may_be_path_objects():
     with LLM(Path("models/fake")) as llm:
         assert llm.config.model == "models/fake"
+
+
+def test_a_long_list_does_not_stand_in_the_engine_before_the_first_step():
+    """50,000 prompts would take longer to be added than to be encoded."""
+    prompts = [f"{i} {'x' * (i % 7)}" for i in range(300)]
+    with LLM("fake", max_num_seqs=8) as llm:
+        engine = llm._assembly.engine
+        most = 0
+
+        def watch(step, plan):
+            nonlocal most
+            most = max(most, len(engine.scheduler.requests))
+
+        llm._assembly.runtime.script = watch
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))
+    assert [output.prompt for output in outputs] == prompts
+    assert 8 < most <= 4 * 8
+
+
+def test_prompts_the_engine_has_not_seen_are_aborted_ones_after_an_interrupt():
+    def interrupt(step, plan):
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with LLM("fake", max_num_seqs=2) as llm:
+        llm._assembly.runtime.script = interrupt
+        with pytest.raises(KeyboardInterrupt) as caught:
+            llm.generate([f"{i}" for i in range(40)], SamplingParams(max_tokens=5, ignore_eos=True))
+    outputs = caught.value.outputs
+    assert len(outputs) == 40
+    assert {(output.outputs[0].finish_reason, output.finished) for output in outputs} == {("abort", False)}
+    assert {len(output.text) for output in outputs} == {0, 2}

@@ -91,6 +91,8 @@ def test_defaults_are_neutral_and_max_tokens_256():
         ),
         ("logits_processors", len, "logits_processors must be None or a list of callables f(token_ids, logits), got <"),
         ("n", 0, "n must be an int >= 1, got 0"),
+        ("n", True, "n must be an int >= 1, got True"),
+        ("n", 2.0, "n must be an int >= 1, got 2.0"),
     ],
 )
 def test_a_wrong_value_is_refused_by_field_and_value(field, value, text):
@@ -133,7 +135,6 @@ def test_accepted_values(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("prompt_logprobs", 1),
         ("structured_outputs", {"choice": ["a"]}),
     ],
@@ -164,7 +165,7 @@ def test_1e_5_itself_samples():
         ("max_new_tokens", "SamplingParams has no parameter 'max_new_tokens': use max_tokens"),
         ("guided_decoding", "SamplingParams has no parameter 'guided_decoding': use structured_outputs"),
         ("best_of", "SamplingParams has no parameter 'best_of': use n"),
-        ("use_beam_search", "'use_beam_search': beam search is not a sampling parameter"),
+        ("use_beam_search", "'use_beam_search': use llm.beam_search(prompts, BeamSearchParams(...))"),
     ],
 )
 def test_an_unknown_keyword_is_a_type_error_with_the_right_name(name, text):

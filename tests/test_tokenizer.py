@@ -119,6 +119,11 @@ def test_encode_batch_equals_encode(smollm2: Tokenizer) -> None:
     assert smollm2.encode_batch([]) == []
 
 
+def test_encode_batch_goes_in_slices(smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedllm.tokenizer.SLICE_TEXTS", 7)
+    assert smollm2.encode_batch(STRINGS) == EXPECTED["ids"]["SmolLM2"]
+
+
 def test_bos_and_eos_are_added_only_with_special_tokens(tmp_path: Path) -> None:
     vocabulary = byte_level_vocabulary() | {"bos_token_id": 257, "eos_token_id": 257, "add_bos_token": True,
                                             "add_eos_token": True}  # fmt: skip

@@ -4,6 +4,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -124,30 +125,35 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
              workspace.size(0) / (s.num_kv_heads * (s.head_dim + 2)));
   dispatch(q, [&](auto element) {
     using T = decltype(element);
-    pagedllm::paged_attention(PagedAttentionParams<T>{out.data<T>(),
-                                                      q.data<const T>(),
-                                                      out.stride(0),
-                                                      q.stride(0),
-                                                      k_cache.data<const T>(),
-                                                      v_cache.data<const T>(),
-                                                      block_table.data<const int32_t>(),
-                                                      block_table.stride(0),
-                                                      cu_seqlens_q.data<const int32_t>(),
-                                                      seq_lens.data<const int32_t>(),
-                                                      items,
-                                                      merges,
-                                                      num_items,
-                                                      num_merges,
-                                                      workspace.data<float>(),
-                                                      sinks,
-                                                      static_cast<float>(scale),
-                                                      static_cast<float>(softcap),
-                                                      static_cast<int32_t>(std::min<int64_t>(window, INT32_MAX)),
-                                                      static_cast<int32_t>(s.num_q_heads),
-                                                      static_cast<int32_t>(s.num_kv_heads),
-                                                      static_cast<int32_t>(s.head_dim),
-                                                      static_cast<int32_t>(s.block_size),
-                                                      torch_threads()});
+    PagedAttentionParams<T> params{};
+    params.out = out.data<T>();
+    params.q = q.data<const T>();
+    params.out_stride = out.stride(0);
+    params.q_stride = q.stride(0);
+    params.k_cache = k_cache.data<const T>();
+    params.v_cache = v_cache.data<const T>();
+    params.block_table = block_table.data<const int32_t>();
+    params.block_table_stride = block_table.stride(0);
+    params.cu_seqlens_q = cu_seqlens_q.data<const int32_t>();
+    params.seq_lens = seq_lens.data<const int32_t>();
+    params.items = items;
+    params.merges = merges;
+    params.workspace = workspace.data<float>();
+    params.sinks = sinks;
+    params.scale = static_cast<float>(scale);
+    params.softcap = static_cast<float>(softcap);
+    params.window = static_cast<int32_t>(std::min<int64_t>(window, INT32_MAX));
+    params.num_q_heads = static_cast<int32_t>(s.num_q_heads);
+    params.num_kv_heads = static_cast<int32_t>(s.num_kv_heads);
+    params.head_dim = static_cast<int32_t>(s.head_dim);
+    params.block_size = static_cast<int32_t>(s.block_size);
+    params.parallel = torch_threads();
+    const auto *work_header = work.data<const int32_t>(), *merge_header = merge.data<const int32_t>();
+    run_kernel([params, work_header, merge_header]() mutable {
+      params.num_items = *work_header;  // a tape's lists are refilled from step to step
+      params.num_merges = *merge_header;
+      pagedllm::paged_attention(params);
+    });
   });
 }
 

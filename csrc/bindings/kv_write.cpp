@@ -2,6 +2,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -83,7 +84,7 @@ void rope_norm_write_kv_op(const Tensor& qkv_tensor, const Tensor& k_tensor, con
     params.eps = static_cast<float>(eps);
     params.is_interleaved = is_interleaved;
     params.parallel = torch_threads();
-    pagedllm::rope_norm_write_kv(params);
+    run_kernel([params] { pagedllm::rope_norm_write_kv(params); });
   });
 }
 
@@ -105,7 +106,7 @@ void copy_blocks_op(const Tensor& k_tensor, const Tensor& v_tensor, const Tensor
     params.num_pairs = num_pairs;
     params.block_bytes = k_tensor.numel() / num_blocks * static_cast<int64_t>(sizeof(element));
     params.parallel = torch_threads();
-    pagedllm::copy_blocks(params);
+    run_kernel([params] { pagedllm::copy_blocks(params); });
   });
 }
 

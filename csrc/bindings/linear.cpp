@@ -3,6 +3,7 @@
 #include "bindings/checks.h"
 #include "bindings/packing.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -46,7 +47,7 @@ void packed_linear_of(const Tensor& out_tensor, const Tensor& x_tensor, const Te
   params.num_panels = num_panels;
   params.activation = checked;
   params.parallel = torch_threads();
-  packed_linear(params);
+  run_kernel([params] { packed_linear(params); });
 }
 
 void packed_linear_op(const Tensor& out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -2,6 +2,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -24,7 +25,7 @@ void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor
       params.residual = residual.data<T>();
       params.residual_stride = residual.stride(0);
     }
-    pagedllm::rms_norm(params);
+    run_kernel([params] { pagedllm::rms_norm(params); });
   });
 }
 
@@ -85,7 +86,7 @@ void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tenso
     params.hidden_size = hidden_size;
     params.eps = static_cast<float>(eps);
     params.parallel = torch_threads();
-    pagedllm::layer_norm(params);
+    run_kernel([params] { pagedllm::layer_norm(params); });
   });
 }
 

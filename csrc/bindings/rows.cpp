@@ -3,6 +3,7 @@
 #include "bindings/checks.h"
 #include "bindings/packing.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -26,7 +27,7 @@ void embedding_op(const Tensor& out_tensor, const Tensor& ids_tensor, const Tens
     params.hidden_size = hidden_size;
     params.scale = static_cast<float>(scale);
     params.parallel = torch_threads();
-    pagedllm::embedding(params);
+    run_kernel([params] { pagedllm::embedding(params); });
   });
 }
 
@@ -47,7 +48,7 @@ void gather_rows_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tens
     params.row_bytes = width * kBytes;
     params.num_rows = num_rows;
     params.parallel = torch_threads();
-    pagedllm::gather_rows(params);
+    run_kernel([params] { pagedllm::gather_rows(params); });
   });
 }
 
@@ -72,7 +73,7 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
     params.width = width;
     params.activation = checked;
     params.parallel = torch_threads();
-    pagedllm::gated_activation(params);
+    run_kernel([params] { pagedllm::gated_activation(params); });
   });
 }
 
@@ -93,7 +94,7 @@ void ungated_activation_op(const Tensor& out_tensor, const Tensor& x_tensor, int
     params.width = width;
     params.activation = checked;
     params.parallel = torch_threads();
-    pagedllm::ungated_activation(params);
+    run_kernel([params] { pagedllm::ungated_activation(params); });
   });
 }
 

@@ -51,7 +51,7 @@ class Worker {
       for (int tile = std::max(key, first_tile(item)); tile < end; tile += kKeyTile) {
         look_ahead(task, tile + kKeyTile, next);
         run_tile(tile, std::min(tile + kKeyTile, end));
-        while (lines_.next != lines_.end) lines_.ask();
+        while (!lines_.is_empty()) lines_.ask();
       }
       end_split((key - item.first_key) / kKeySplit);
     }
@@ -155,46 +155,49 @@ class Worker {
     const int first_vector = begin / 16, end_vector = (end + 15) / 16;
     score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
           p_.head_dim / Step<T>::kElements, scores_ + 16 * first_vector, lines_);
-    float decay[kRows];
-    for (int r = 0; r < count; ++r) {
-      decay[r] = weigh(first + r, scores_ + r * kKeyTile, weights_ + r * kKeyTile, begin, end);
-    }
+    alignas(64) float decay[16];
+    weigh(first, count, begin, end, decay);
     Run<T> runs[KeyTile<T>::kMaxRuns];
     const int num_runs = keys_.cut_runs(begin, end, runs);
     accumulate(count, p_.head_dim, weights_, runs, num_runs, decay, values_ + first * p_.head_dim, lines_);
   }
 
-  // Scores of a row become weights exp(score - max); returns what earlier weights are to be multiplied by.
-  float weigh(int row, const float* scores, T* weights, int begin, int end) {
+  // Scores become weights exp(score - max) of keys begin .. end; decay[r] is what earlier weights of a row are to be
+  // multiplied by. Row after row twice, so that the exponentials of all decays are one.
+  void weigh(int first, int count, int begin, int end, float* decay) {
     const int first_vector = begin / 16, end_vector = (end + 15) / 16;
-    f32x16 s[kVectors];
     const f32x16 none = f32x16::broadcast(-kInfinity);
-    f32x16 max = none;
-    for (int v = first_vector; v < end_vector; ++v) {
-      s[v] = load(scores + 16 * v) * f32x16::broadcast(p_.scale);
-      if (p_.softcap > 0.0f) {
-        s[v] = f32x16::broadcast(p_.softcap) * tanh(s[v] / f32x16::broadcast(p_.softcap));
+    alignas(64) float new_max[16] = {}, old_max[16] = {};
+    for (int r = 0; r < count; ++r) {
+      float* scores = scores_ + r * kKeyTile;
+      f32x16 max = none;
+      for (int v = first_vector; v < end_vector; ++v) {
+        f32x16 s = load(scores + 16 * v) * f32x16::broadcast(p_.scale);
+        if (p_.softcap > 0.0f) s = f32x16::broadcast(p_.softcap) * tanh(s / f32x16::broadcast(p_.softcap));
+        if (end < 16 * (v + 1)) s = select_first(end - 16 * v, s, none);
+        if (begin > 16 * v) s = select_first(begin - 16 * v, none, s);
+        max = pagedllm::max(max, s);
+        store(scores + 16 * v, s);
       }
-      if (end < 16 * (v + 1)) s[v] = select_first(end - 16 * v, s[v], none);
-      if (begin > 16 * v) s[v] = select_first(begin - 16 * v, none, s[v]);
-      max = pagedllm::max(max, s[v]);
+      old_max[r] = max_[first + r];
+      new_max[r] = max_[first + r] = std::max(old_max[r], reduce_max(max));
     }
-    const float new_max = std::max(max_[row], reduce_max(max));
-    const float decay = decay_between(max_[row], new_max);
-    const f32x16 reference = f32x16::broadcast(new_max == -kInfinity ? 0.0f : new_max);
-    f32x16 sums[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      sums[v] = f32x16::zero();
-      if (v >= first_vector && v < end_vector) {
-        sums[v] = exp(s[v] - reference);
-        store(weights + 16 * v, sums[v]);
+    store(decay, exp(load(old_max) - load(new_max)));
+    for (int r = 0; r < count; ++r) {
+      if (new_max[r] == -kInfinity) decay[r] = 0.0f;  // neither before nor now is there a key
+      const f32x16 reference = f32x16::broadcast(new_max[r] == -kInfinity ? 0.0f : new_max[r]);
+      f32x16 sums[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        sums[v] = f32x16::zero();
+        if (v >= first_vector && v < end_vector) {
+          sums[v] = exp(load(scores_ + r * kKeyTile + 16 * v) - reference);
+          store(weights_ + r * kKeyTile + 16 * v, sums[v]);
+        }
       }
+      float* lanes = sum_lanes_ + 16 * (first + r);
+      const f32x16 tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      store(lanes, fma(load(lanes), f32x16::broadcast(decay[r]), tile_sum));
     }
-    float* lanes = sum_lanes_ + 16 * row;
-    const f32x16 tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    store(lanes, fma(load(lanes), f32x16::broadcast(decay), tile_sum));
-    max_[row] = new_max;
-    return decay;
   }
 
   void end_split(int split) {

@@ -68,29 +68,27 @@ class KeyTile {
     return count;
   }
 
-  // The cache lines of a tile, to be asked for while another one is computed.
+  // A tile's memory, to be asked for while another one is computed.
   LineQueue lines_of(const int32_t* blocks, int kv_head, int first, int end) {
     constexpr int64_t kSize = sizeof(T);
     const int64_t keys = std::min(p_.block_size, kKeyTile), offset = first % p_.block_size;
-    const char** next = lines_;
+    Stretch* next = stretches_;
     for (int key = first; key < end; key += p_.block_size) {
       const int64_t at = element_of(blocks[key / p_.block_size], kv_head);
       const T* k = p_.k_cache + at + offset * kElements;
       if (p_.block_size <= kKeyTile) {
-        next = add_lines(next, k, keys * p_.head_dim * kSize);
+        *next++ = stretch(k, keys * p_.head_dim * kSize);
       } else {
         for (int step = 0; step < p_.head_dim / kElements; ++step) {
-          next = add_lines(next, k + int64_t{step} * p_.block_size * kElements, keys * kElements * kSize);
+          *next++ = stretch(k + int64_t{step} * p_.block_size * kElements, keys * kElements * kSize);
         }
       }
-      next = add_lines(next, p_.v_cache + at + offset * p_.head_dim, keys * p_.head_dim * kSize);
+      *next++ = stretch(p_.v_cache + at + offset * p_.head_dim, keys * p_.head_dim * kSize);
     }
-    return {lines_, next};
+    return {stretches_, next, {}};
   }
 
  private:
-  static constexpr int kLine = 64;
-
   int64_t element_of(int64_t block, int kv_head) const {
     return (block * p_.num_kv_heads + kv_head) * p_.block_size * p_.head_dim;
   }
@@ -122,10 +120,10 @@ class KeyTile {
     return copy;
   }
 
-  static const char** add_lines(const char** next, const T* begin, int64_t bytes) {
-    const auto* p = reinterpret_cast<const char*>(begin);
-    for (int64_t i = 0; i < bytes; i += kLine) *next++ = p + i;
-    return next;
+  // At least `bytes` of them.
+  static Stretch stretch(const T* from, int64_t bytes) {
+    const auto* begin = reinterpret_cast<const char*>(from);
+    return {begin, begin + (bytes + LineQueue::kPerAsk - 1) / LineQueue::kPerAsk * LineQueue::kPerAsk};
   }
 
   const PagedAttentionParams<T>& p_;
@@ -134,7 +132,8 @@ class KeyTile {
   int64_t k_stride_ = 0;
   alignas(64) T edges_[2 * 2 * kMaxHeadDim];
   alignas(64) T gathered_[kKeyTile * kMaxHeadDim];
-  const char* lines_[2 * kKeyTile * kMaxHeadDim * sizeof(T) / kLine];
+  // K of a block is one, or one for each step where a block holds more than a tile; V is one
+  Stretch stretches_[std::max(2 * kMaxBlocks, kMaxHeadDim / kElements + 1)];
 };
 
 }  // namespace pagedllm

@@ -63,16 +63,24 @@ inline void with_constant(int n, const F& fn) {
   fn(std::integral_constant<int, Max>{});
 }
 
-// Cache lines that will be needed soon. Asking for a few with every step lets them arrive behind the arithmetic; asked
-// for at once they would fill the CPU's miss queues and hold up its next loads.
+// Memory that will be needed soon, as stretches of it. Asking for a few lines with every step lets them arrive behind
+// the arithmetic; asked for at once they would fill the CPU's miss queues and hold up its next loads.
+struct Stretch {
+  const char *begin, *end;  // a whole number of asks
+};
 struct LineQueue {
-  static constexpr int kPerStep = 4;  // a tile's lines are 4 a step of q.k and, for head_dim 64, 4 a step of p.v
-  const char* const* next;
-  const char* const* end;
+  // Bytes: a tile of bf16 is one ask for each step of q.k and, for head_dim 64, one for each step of p.v.
+  static constexpr int64_t kPerAsk = 256;
+  const Stretch *next, *last;
+  Stretch present;
+  bool is_empty() const { return present.begin == present.end && next == last; }
   void ask() {
-    if (next == end) return;
-    for (int i = 0; i < kPerStep; ++i) __builtin_prefetch(next[i]);
-    next += kPerStep;
+    if (present.begin == present.end) {
+      if (next == last) return;
+      present = *next++;
+    }
+    for (int64_t i = 0; i < kPerAsk; i += 64) __builtin_prefetch(present.begin + i);
+    present.begin += kPerAsk;
   }
 };
 

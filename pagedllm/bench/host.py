@@ -145,6 +145,7 @@ def _make_engine(num_running: int, namespace: str, num_threads: int) -> tuple[En
         max_num_batched_tokens=budget,
         max_model_len=MAX_MODEL_LEN,
         num_threads=num_threads,
+        recorder=None,
     )
     runner.buffers.logits.zero_()
     scheduler = Scheduler(

@@ -91,11 +91,15 @@ class KVCacheManager:
         """The whole table."""
         return (tuple([block.block_id for block in self._tables[request.request_id].blocks]),)
 
+    def _finds_blocks(self, request: Request) -> bool:
+        """By their hashes. Without a prefix cache only the samples of one prompt do; `extra_keys` keep others away."""
+        return self.enable_prefix_caching or request.shares_blocks
+
     # Who waits
 
     def expect(self, request: Request) -> None:
         """Retains what the request will ask for, until it is admitted or `stop_expecting`; by its rank."""
-        if self.enable_prefix_caching:
+        if self._finds_blocks(request):
             extend_block_hashes(request, self.block_size, self.hash_function)
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             self._expected[request.request_id] = block_hashes, request.rank
@@ -110,7 +114,7 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request, max_num_tokens: int) -> tuple[list[KVCacheBlock], ...]:
         """Leading blocks of the request that are in the cache already, no more than max_num_tokens; holds nothing."""
-        if not self.enable_prefix_caching:
+        if not self._finds_blocks(request):
             return ([],)
         extend_block_hashes(request, self.block_size, self.hash_function)
         blocks: list[KVCacheBlock] = []
@@ -171,7 +175,7 @@ class KVCacheManager:
         self._num_filled_slots += end - table.num_filled
         table.num_filled = end
         table.next_event = num_blocks * self.block_size + 1
-        if self.enable_prefix_caching:
+        if self._finds_blocks(request):
             self._offer_full_blocks(request, table)
             if end < num_blocks * self.block_size:
                 table.next_event -= 1  # to offer the last block once it is full

@@ -54,12 +54,14 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Takes a request, to be changed by the engine until it ends. One that can never run ends in the next step.
 
+        It may bring output tokens of an earlier run of its own: it goes on behind them.
+
         Raises ValueError if a request of that id has not ended, or this one is not new.
         """
         scheduler = self.scheduler
-        if request.request_id in scheduler.requests:
+        if request.request_id in scheduler.requests or scheduler.find(request.request_id) is not None:
             raise ValueError(f"request_id {request.request_id!r} is in use")
-        if request.status is not RequestStatus.WAITING or len(request.token_ids) != request.num_prompt_tokens:
+        if request.status is not RequestStatus.WAITING or request.finish_reason is not None:
             raise ValueError(f"request {request.request_id!r} is not new: make a new Request for every run")
         with self._all_or_nothing() as state:
             state.scheduler.add(request)
@@ -84,7 +86,7 @@ class EngineCore:
         with self._all_or_nothing() as state:
             wanted = dict.fromkeys(request_ids)
             for request_id in wanted:
-                request = state.scheduler.requests.get(request_id)
+                request = state.scheduler.find(request_id)
                 if request is not None:
                     state.scheduler.abort(request)
             torn = [request for request_id, request in state.torn_requests.items() if request_id in wanted]
@@ -128,10 +130,15 @@ class EngineCore:
     def _emptied(self) -> _State:
         """An empty state whose `torn_requests` are those of the present one. Changes nothing but requests."""
         torn = self._state.scheduler
-        requests = {request.request_id: request for request in (*torn.ended, *torn.requests.values())}
+        requests = {request.request_id: request for request in torn.added_requests()}
         for request in requests.values():
-            if not request.is_finished:
-                _end_where_it_is(request)
+            group = torn.group_of(request)
+            if group is not None and request.finish_reason is None and request.error is None:
+                group.finish()
+            unfinished = [output for output in request.samples if not output.is_finished]
+            for output in unfinished:
+                _end_where_it_is(output)
+            if unfinished:
                 torn.stats.count_end(request.finish_reason)
         return _State(torn.emptied(), OutputProcessor(self._detokenizer), requests)
 
@@ -139,7 +146,8 @@ class EngineCore:
 def _hand_out(state: _State, ended: list[Request]) -> list[Request]:
     """Sets the texts that are still missing, then lets go: a failing detokenizer must not lose a request."""
     for request in ended:
-        state.outputs.close(request)
+        for output in request.samples:
+            state.outputs.close(output)
     request_ids = {request.request_id for request in ended}
     state.scheduler.forget_ended(request_ids)
     for request_id in request_ids & state.torn_requests.keys():

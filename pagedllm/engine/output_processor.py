@@ -70,6 +70,8 @@ class OutputProcessor:
         if params.stops:
             stream = self._detokenizer.stream(request)
             stop_strings = StopStringFinder(params.stops, params.include_stop_str_in_output, stream)
+            for number, token_id in enumerate(request.output_token_ids, start=1):  # of an earlier run: none ended it
+                stop_strings.push(token_id, is_tested=number >= params.min_tokens)
         ends = _Ends(params.min_tokens, frozenset((*eos_token_ids, *(params.stop_token_ids or ()))), stop_strings)
         self._ends[request.request_id] = ends
         return ends

@@ -27,6 +27,7 @@ class NewRequestData:
     rope_variant: int = 0
     adapter_id: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    sample_index: int = 0  # of the first token that is drawn in a step
 
 
 class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 us: one per running request and step
@@ -37,7 +38,7 @@ class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 u
     draft_token_ids: tuple[int, ...] = ()  # speculation: proposed continuations, verified in this step
     new_block_ids: tuple[tuple[int, ...], ...] = ((),)  # per KV group, appended to the row's table; whole table if new
     first_logits_index: int = 0  # absolute position; logits are wanted for new tokens at or after it
-    num_samples: int = 1
+    num_samples: int = 1  # drawn from the last logits: the row keeps the first. 0: a beam, only logprobs are wanted
     new_request: NewRequestData | None = None
 
     @property
@@ -59,7 +60,7 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """Results of one step; the sequences are parallel to `SchedulerOutput.scheduled`."""
 
-    sampled_token_ids: Sequence[tuple[int, ...]]  # () where the request's last token was not reached
+    sampled_token_ids: Sequence[tuple[int, ...]]  # () where the request's last token was not reached, and for a beam
     is_finite: Sequence[bool]  # False: the logits held NaN or infinity, nothing was sampled
-    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id; empty when no request asked
+    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id, or for a beam; empty: nobody asked
     errors: dict[str, RequestError] = field(default_factory=dict)  # by request_id: a user's callable raised, say

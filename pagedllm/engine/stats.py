@@ -33,8 +33,13 @@ class EngineStats:
 
     num_running: int = 0  # after the latest step
     num_waiting: int = 0
+    num_used_blocks: int = 0  # in the latest step
     peak_running: int = 0
     peak_num_blocks: int = 0  # allocated at once
+    # Steps in which somebody waited that there was no room for, by what was full.
+    num_steps_limited_by_seqs: int = 0
+    num_steps_limited_by_tokens: int = 0
+    num_steps_limited_by_blocks: int = 0
     # Summed over steps, so that ratios weigh each step alike.
     sum_allocated_slots: int = 0
     sum_wasted_slots: int = 0  # allocated to a request, no token in it

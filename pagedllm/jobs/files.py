@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
-import numpy as np
-
-from pagedllm.jobs.formats import JobRefused, result_line
+from pagedllm.jobs.formats import JobRefused
 from pagedllm.jobs.journal import Journal, read_manifest, sync_folder, write_manifest
 from pagedllm.jobs.openai import OpenAILines
+from pagedllm.jobs.options import IfExists, Order
 from pagedllm.jobs.planned import NO_PLACE, RowTable
-from pagedllm.jobs.source import Source
+from pagedllm.jobs.result_form import ResultForm
+from pagedllm.jobs.source import Source, is_compressed, kind_of
+from pagedllm.jobs.writers import ResultRow, write_results
 
-IfExists = Literal["resume", "overwrite", "fail"]
-Retry = Literal["failed", "cut"]
-Order = Literal["input", "completion"]
 CHUNK_ROWS = 4096
 
 
@@ -37,8 +34,9 @@ class JobFiles:
 
     def __init__(self, output: str, inputs: list[str], if_exists: IfExists) -> None:
         self.final = Path(os.path.realpath(output))
+        self.kind, self.is_compressed = kind_of(output), is_compressed(output)
         self.partial = self.final.with_name(self.final.name + ".partial")
-        self.manifest_path = self.final.with_name(self.final.name + ".manifest.json")
+        self.manifest_path = manifest_path(output)
         self._new = self.final.with_name(self.final.name + ".new")
         check_output([self.final, self.partial, self.manifest_path, self._new], output, inputs)
         self.manifest = None if if_exists == "overwrite" else read_manifest(self.manifest_path)
@@ -52,6 +50,14 @@ class JobFiles:
                 text = "the output exists" if if_exists == "fail" else "this file is not of a job that can be continued"
                 text += "; if_exists='overwrite' (--if-exists overwrite) replaces it"
                 raise FileExistsError(errno.EEXIST, text, str(path))
+
+    @classmethod
+    def of_job(cls, output: str) -> JobFiles:
+        """Of a job that is there, for reading. Raises FileNotFoundError where there is none."""
+        files = cls(output, [], "resume")
+        if files.manifest is None:
+            raise FileNotFoundError(errno.ENOENT, "no job wrote this file", output)
+        return files
 
     @property
     def is_finished(self) -> bool:
@@ -69,28 +75,40 @@ class JobFiles:
             self._journal = Journal(self.partial, is_new=self.is_finished)
         return self._journal
 
+    def peek(self, job: Mapping[str, Any], folder: Path, *, may_grow: bool) -> Journal:
+        """The journal that `begin` would open, or where that would be empty one in `folder`. Raises as `begin`.
+
+        The caller closes it; nothing must be appended to one of the job.
+        """
+        if self.manifest is not None:
+            _check_same(self.manifest["job"], job, may_grow)
+            if not self.is_finished:
+                return Journal(self.partial)
+        return Journal(folder / "journal", is_new=True)
+
     def note(self, job: Mapping[str, Any], state: str, **values: Any) -> None:
         self.manifest = {"state": state, "job": dict(job), **values}
         write_manifest(self.manifest_path, self.manifest)
 
-    def commit(self, source: Source, table: RowTable, order: Order, lines: OpenAILines | None) -> None:
-        """Makes OUT: the rows of the table, each with the journal's columns. All of them must be in the journal.
-
-        lines: the form of the results, where they are no plain rows.
-        """
+    def commit(
+        self, source: Source, table: RowTable, order: Order, form: ResultForm, openai: OpenAILines | None
+    ) -> None:
+        """Makes OUT: the rows of the table, each with the journal's columns. All of them must be in the journal."""
         assert self._journal is not None
-        self._journal.sync()
-        try:
-            with open(self._new, "wb", buffering=1 << 20) as stream:
-                for line in _result_lines(source, table, self._journal, order, lines):
-                    stream.write(line)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(self._new, self.final)
-        except BaseException:
-            self._new.unlink(missing_ok=True)
-            raise
-        sync_folder(self.final.parent)
+        journal = self._journal
+        journal.sync()
+        journal.index()
+        originals = source.paths if self.kind == source.kind == "parquet" else ()
+        with replaced(self.final) as stream:
+            write_results(
+                stream,
+                self.kind,
+                self.is_compressed,
+                lambda: _result_rows(source, table, journal, order),
+                form,
+                openai=openai,
+                originals=originals,
+            )
 
     def drop_journal(self) -> None:
         """OUT and the manifest say it all now."""
@@ -108,27 +126,35 @@ class JobFiles:
         self._journal = None
 
 
-def _result_lines(
-    source: Source, table: RowTable, journal: Journal, order: Order, form: OpenAILines | None
-) -> Iterator[bytes]:
-    journal.index()
+def _result_rows(source: Source, table: RowTable, journal: Journal, order: Order) -> Iterator[list[ResultRow]]:
     ids = table.all_ids()
-    places = range(0, len(ids), CHUNK_ROWS)
-    positions = np.arange(len(ids))
-    if order == "completion":
-        lines = np.concatenate([journal.find(ids[begin : begin + CHUNK_ROWS]) for begin in places] or [positions])
-        positions = np.argsort(lines, kind="stable")
-    for begin in places:
+    positions = journal.positions(ids, order == "completion")
+    for begin in range(0, len(ids), CHUNK_ROWS):
         chunk = positions[begin : begin + CHUNK_ROWS]
+        rows = []
         for position, line in zip(chunk.tolist(), journal.find(ids[chunk]).tolist(), strict=True):
             assert line >= 0, f"row {table.rows[position]} has no result"
             place = table.places[position]
             raw = None if place == NO_PLACE else source.line_at(place).decode()
             columns = journal.columns_at(line).decode()
-            if form is None:
-                yield result_line(raw, f'{columns}, "row": {table.rows[position]}')
-            else:
-                yield form.render(raw, json.loads(f"{{{columns}}}"), bytes(ids[position]).hex())
+            rows.append(ResultRow(table.rows[position], bytes(ids[position]), raw, columns))
+        yield rows
+
+
+@contextlib.contextmanager
+def replaced(final: Path) -> Iterator[BinaryIO]:
+    """A stream whose content takes the file's place at the end of the block; nothing of it stays after an exception."""
+    new = final.with_name(final.name + ".new")
+    try:
+        with open(new, "wb", buffering=1 << 20) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, final)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_folder(final.parent)
 
 
 def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], may_grow: bool) -> None:
@@ -136,7 +162,7 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], may_grow: bool) 
         before, now = old.get(name), new[name]
         if before == now:
             continue
-        if name == "sampling" and isinstance(before, dict):
+        if isinstance(before, dict) and isinstance(now, dict):
             for key in sorted({*before, *now}):
                 is_growth = key == "max_tokens" and may_grow and _is_larger(now.get(key, 0), before.get(key, 0))
                 if before.get(key) != now.get(key) and not is_growth:
@@ -181,6 +207,11 @@ class StreamFile:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._is_owner = False
+
+
+def manifest_path(output: str) -> Path:
+    """Of the job that writes this file."""
+    return Path(os.path.realpath(output) + ".manifest.json")
 
 
 def is_stream(output: str) -> bool:

@@ -1,20 +1,21 @@
 """Plain rows: one JSON object a line in, the same object with the result's columns out.
 
 A row's `prompt` or `messages` and its `sampling_params` are read; every other field is data and comes back byte for
-byte, since a result line is the input line with columns added before its last brace. A line that cannot be read
-becomes a row with the columns alone, so no line is ever lost. Blank lines are no rows.
+byte, since a result line is the input line, or the part of it that is kept (result_form.py), with columns added before
+its last brace. A line that cannot be read becomes a row with the columns alone, so no line is ever lost. Blank lines
+are no rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
 from pagedllm.errors import PagedLLMError, RequestError
-from pagedllm.outputs import RESULT_COLUMNS
-from pagedllm.prompts import Prompt, brief, check_conversation
+from pagedllm.jobs.prompting import PromptForm
+from pagedllm.prompts import Prompt, brief
 
 MAX_LINE_BYTES = 16 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -30,7 +31,6 @@ class Row:
     prompt: Prompt
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     raw: str | None = None
-    clash: str | None = None  # a field that has the name of a result column
     identity: bytes | None = None  # what its key is made of, where that is not prompt and params
 
 
@@ -58,21 +58,34 @@ def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         offset = end
 
 
-def parse_row(line: bytes | None, index: int) -> Row:
-    """The row of a line; what is wrong with it is its prompt's error."""
-    raw: str | None = None
-    try:
-        values = parse_object(line)
-        clash = next((name for name in RESULT_COLUMNS if name in values), None)
-        if clash is not None:
-            text = f"the field {clash!r} has the name of a result column: rename it"
-            return Row(index, Prompt(error=RequestError("invalid_json_line", text)), clash=clash)
-        raw = (line or b"").decode()
-        return Row(index, _parse_prompt(values), _parse_params(values), raw)
-    except LineError as error:
-        return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
-    except RequestError as error:
-        return Row(index, Prompt(error=error), raw=raw)
+class PlainRows:
+    """The plain rows of one job."""
+
+    def __init__(
+        self, prompts: PromptForm, find_clash: Callable[[Iterable[str]], str | None], *, is_table: bool = False
+    ) -> None:
+        """find_clash: of a row's fields, one that has the name of a result column; is_table: objects may be text."""
+        self._prompts = prompts
+        self._find_clash = find_clash
+        self._is_table = is_table
+
+    def parse(self, line: bytes | None, index: int, fault: str = "") -> Row:
+        """The row of a line; what is wrong with it is its prompt's error. fault: what its reader says of it."""
+        raw: str | None = None
+        try:
+            values = parse_object(line, fault)
+            clash = self._find_clash(values)
+            if clash is not None:
+                text = f"the field {clash!r} has the name of a result column: rename it"
+                return Row(index, Prompt(error=RequestError("invalid_json_line", text)))
+            raw = (line or b"").decode()
+            if self._is_table:
+                values = _with_objects(values)
+            return Row(index, self._prompts.prompt(values), _parse_params(values.get("sampling_params")), raw)
+        except LineError as error:
+            return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
+        except RequestError as error:
+            return Row(index, Prompt(error=error), raw=raw)
 
 
 def result_line(raw: str | None, columns: str) -> bytes:
@@ -86,13 +99,23 @@ def columns_text(columns: Mapping[str, Any]) -> str:
     return json.dumps(columns, ensure_ascii=False)[1:-1].translate(LINE_BREAKS)
 
 
-def parse_object(line: bytes | None) -> dict[str, Any]:
-    """Raises LineError for a line that is no JSON object; None is one that was too long."""
+def parse_object(line: bytes | None, fault: str = "") -> dict[str, Any]:
+    """Raises LineError for a line that is no JSON object, or has a fault; None is one that was too long."""
+    if fault:
+        raise LineError(fault)
     if line is None:
         raise LineError(f"the line has more than {MAX_LINE_BYTES:,} bytes")
+    value = parse_json(line)
+    if not isinstance(value, dict):
+        raise LineError(f"a row must be a JSON object, got {brief(value)}")
+    return value
+
+
+def parse_json(text: bytes) -> Any:
+    """Strictly: no NaN, no field twice. Raises LineError."""
     try:
-        value = json.loads(
-            line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
+        return json.loads(
+            text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except LineError:
         raise
@@ -102,32 +125,30 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
         raise LineError("nested too deeply") from None
     except ValueError as error:  # JSONDecodeError; also an int of thousands of digits
         raise LineError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise LineError(f"a row must be a JSON object, got {brief(value)}")
-    return value
 
 
-def _parse_prompt(values: Mapping[str, Any]) -> Prompt:
-    prompt, messages = values.get("prompt"), values.get("messages")
-    if prompt is not None and messages is not None:
-        raise RequestError("invalid_parameter", "the row has both 'prompt' and 'messages'", field="prompt")
-    if messages is not None:
-        return Prompt(messages=check_conversation(messages, "messages"))
-    if prompt is None:
-        raise RequestError("invalid_parameter", "the row has neither 'prompt' nor 'messages'", field="prompt")
-    if not isinstance(prompt, str):
-        raise RequestError("invalid_parameter", f"prompt must be a string, got {brief(prompt)}", field="prompt")
-    return Prompt(text=prompt)
-
-
-def _parse_params(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    params = values.get("sampling_params")
+def _parse_params(params: object) -> Mapping[str, Any]:
     if params is None:
         return {}
     if not isinstance(params, dict):
         text = f"sampling_params must be an object, got {brief(params)}"
         raise RequestError("invalid_parameter", text, field="sampling_params")
     return params
+
+
+def _with_objects(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's row with the JSON text of `messages` and `sampling_params` read; empty text is none."""
+    values = dict(values)
+    for name in ("messages", "sampling_params"):
+        text = values.get(name)
+        if isinstance(text, str):
+            try:
+                values[name] = parse_json(text.encode()) if text.strip() else None
+            except LineError as error:
+                raise RequestError("invalid_parameter", f"{name}: {error}", field=name) from None
+    if values.get("messages") is not None and values.get("prompt") == "":
+        del values["prompt"]
+    return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The journal is append only, one whole line for each finished row, in the order t
 
     {"id": "32 hex digits", "row": 7, "output": "...", ..., "error": ""}
 
-`id` is the row's (keys.py); what follows `row` are the columns as they will stand in OUT. A process that is killed
+`id` is the row's (keys.py); from `output` on, the columns follow by their own names (result_form.py). Before it may
+stand `cut`: what a row that a length ended goes on from. A process that is killed
 loses nothing that was written, a machine that stops a second at most. A torn last line is cut off on opening.
 """
 
@@ -14,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,8 +30,12 @@ from pagedllm.jobs.keys import KEY_BYTES, KEY_DTYPE
 
 SYNC_SECONDS = 1.0
 SYNC_LINES = 10_000
+FIND_IDS = 4096
+UNKNOWN_TOKENS = -1  # of the longest of several outputs
 ENDED, CUT, ERROR = 0, 1, 2  # how a row came out
-FORMAT = 1
+FORMAT = 2
+LINE_HEAD = re.compile(rb'\{"id": "([0-9a-f]{32})", "row": (\d+), ')
+CUT_STATE = re.compile(rb'\{"id": "[0-9a-f]{32}", "row": \d+, "cut": \[([0-9, ]+)\]')
 
 
 class Journal:
@@ -83,8 +89,26 @@ class Journal:
         """Which rows they were of when they were written."""
         return np.frombuffer(self._rows, np.int64)[lines]
 
+    def ids(self) -> list[bytes]:
+        """Of all lines, in order."""
+        return [bytes(self._ids[i : i + KEY_BYTES]) for i in range(0, len(self._ids), KEY_BYTES)]
+
+    def all_rows(self) -> list[int]:
+        """Which row each line was of when it was written."""
+        return self._rows.tolist()
+
+    def positions(self, ids: NDArray[np.bytes_], is_by_completion: bool) -> NDArray[np.int64]:
+        """The order of OUT: places among these ids of the first, second ... result."""
+        if not is_by_completion or not len(ids):
+            return np.arange(len(ids))
+        lines = [self.find(ids[begin : begin + FIND_IDS]) for begin in range(0, len(ids), FIND_IDS)]
+        return np.argsort(np.concatenate(lines), kind="stable")
+
     def append(self, entries: Sequence[tuple[bytes, int, Mapping[str, Any]]]) -> None:
-        """(id, row, columns) each; on disk when this returns, as far as the system keeps its word."""
+        """(id, row, columns) each; on disk when this returns, as far as the system keeps its word.
+
+        `cut` comes first among the columns, where it is one.
+        """
         lines = [
             f'{{"id": "{row_id.hex()}", "row": {row}, {columns_text(columns)}}}\n'.encode()
             for row_id, row, columns in entries
@@ -104,10 +128,19 @@ class Journal:
 
     def columns_at(self, line: int) -> bytes:
         """The columns' text of a line, without braces."""
+        text = self._line_at(line)
+        return text[text.index(COLUMNS_HEAD) : -2]
+
+    def cut_at(self, line: int) -> list[int] | None:
+        """What stands there to go on from."""
+        match = CUT_STATE.match(self._line_at(line))
+        return None if match is None else [int(value) for value in match[1].split(b",")]
+
+    def _line_at(self, line: int) -> bytes:
+        """With its end. Another line may have been damaged behind it."""
         end = self._offsets[line + 1] if line + 1 < len(self._offsets) else self._size
         text = os.pread(self._fd, end - self._offsets[line], self._offsets[line])
-        end = text.index(b"\n")
-        return text[text.index(COLUMNS_HEAD) : end - 1]
+        return text[: text.index(b"\n") + 1]
 
     def sync(self) -> None:
         os.fsync(self._fd)
@@ -136,8 +169,10 @@ class Journal:
                     self._size += len(line)
 
     def _note(self, row_id: bytes, row: int, columns: Mapping[str, Any], size: int) -> None:
-        reason = columns["finish_reason"]
-        num_tokens = columns["completion_tokens"]
+        reason, num_tokens = columns["finish_reason"], columns["completion_tokens"]
+        if isinstance(reason, list):  # of several outputs: a length that ends one is the same for all
+            reason = next((one for one in ("error", "length") if one in reason), "stop")
+            num_tokens = max(num_tokens)
         self._rows.append(row)
         self._num_tokens.append(num_tokens)
         self._ids += row_id
@@ -145,6 +180,26 @@ class Journal:
         self._endings.append(ERROR if reason == "error" else CUT if reason == "length" else ENDED)
         self._size += size
         self.num_lines += 1
+
+
+def read_offsets(path: Path) -> dict[int, int]:
+    """Row -> where its latest line begins. Reads only, also while a run is writing."""
+    offsets: dict[int, int] = {}
+    offset = 0
+    with open(path, "rb") as stream:
+        for line in stream:
+            match = LINE_HEAD.match(line)
+            if match is not None and line.endswith(b"\n"):
+                offsets[int(match[2])] = offset
+            offset += len(line)
+    return offsets
+
+
+def split_line(line: bytes) -> tuple[bytes, str]:
+    """The id, and the columns' text without braces."""
+    match = LINE_HEAD.match(line)
+    assert match is not None
+    return bytes.fromhex(match[1].decode()), line[line.index(COLUMNS_HEAD) : line.rindex(b"}")].decode()
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

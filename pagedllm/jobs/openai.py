@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedllm.errors import RequestError
-from pagedllm.jobs.formats import LINE_BREAKS, JobRefused, LineError, Row, parse_object
+from pagedllm.jobs.formats import JobRefused, LineError, Row, parse_object
 from pagedllm.jobs.keys import EqualRows, hashed
+from pagedllm.jobs.openai_answers import CHAT, COMPLETIONS, answer_line, recovered
+from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
+from pagedllm.outputs import RequestOutput
 from pagedllm.prompts import Prompt, brief, check_conversation
-from pagedllm.sampling_params import is_int
+from pagedllm.sampling_params import SamplingParams, is_int
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-LINE_ERRORS = ("invalid_json_line", "duplicate_custom_id", "url_mismatch")
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset(
     [
@@ -37,8 +38,6 @@ IGNORED = frozenset(
 )
 NEUTRAL: dict[str, tuple[object, ...]] = {  # fields that we do not have, with the values that mean nothing
     "stream": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -57,52 +56,46 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # fields that we do not have, with t
 
 
 class OpenAILines:
-    """The format of one job; it must see the lines in their order. created: seconds, the start of the job."""
+    """The format of one job; it must see the lines in their order."""
 
-    def __init__(self, created: int) -> None:
-        self.created = created
+    def __init__(self) -> None:
+        self.created = 0  # the start of the job, in seconds
         self.model: str | None = None  # the name that the lines ask for
         self.ignored: dict[str, None] = {}  # names of fields
         self._url: str | None = None
         self._custom_ids = EqualRows()
 
-    def parse(self, line: bytes | None, index: int) -> Row:
+    def parse(self, line: bytes | None, index: int, fault: str = "") -> Row:
         """Raises JobRefused; whatever else is wrong with a line is its row's error."""
         raw: str | None = None
         try:
-            values = parse_object(line)
+            values = parse_object(line, fault)
             raw = (line or b"").decode()
             custom_id, url, body = self._check_envelope(values)
             content = json.dumps(body, sort_keys=True).encode()
             prompt, params = self._read_body(url, body)
-            return Row(index, prompt, params, raw, identity=hashed(custom_id.encode(), content))
+            return Row(index, prompt, params, raw, identity=hashed(custom_id.encode(errors="surrogatepass"), content))
         except LineError as error:
             return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))), raw=raw)
         except RequestError as error:
             return Row(index, Prompt(error=error), raw=raw)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises RequestError for what the answer could not hold."""
+        refuse_prompt_logprobs(params)
+
+    def values(self, output: RequestOutput) -> dict[str, Any]:
+        """The columns of a result: lists where the line asked for several outputs, logprobs where it asked for them."""
+        has_logprobs = bool(output.outputs) and output.outputs[0].logprobs is not None
+        return ResultForm(max(1, len(output.outputs)), 0 if has_logprobs else None).values(output)
+
     def render(self, raw: str | None, columns: Mapping[str, Any], name: str) -> bytes:
         """The line of a result. name: hex digits that the row is known by."""
-        values: dict[str, Any] = json.loads(raw) if raw is not None else {}
-        custom_id, body = values.get("custom_id"), values.get("body")
-        response: dict[str, Any] | None = None
-        line_error: dict[str, Any] | None = None
-        code, _, message = str(columns["error"]).partition(": ")
-        if code in LINE_ERRORS:
-            line_error = {"code": code, "message": message}
-        elif code:
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-            response = {"status_code": 400, "request_id": f"req-{name}", "body": {"error": error}}
-        else:
-            answer = self._answer(values["url"], (body or {}).get("model", ""), columns, name)
-            response = {"status_code": 200, "request_id": f"req-{name}", "body": answer}
-        result = {
-            "id": f"batch_req_{name}",
-            "custom_id": custom_id if isinstance(custom_id, str) else None,
-            "response": response,
-            "error": line_error,
-        }
-        return (json.dumps(result, ensure_ascii=False).translate(LINE_BREAKS) + "\n").encode()
+        return answer_line(raw, columns, name, self.created)
+
+    def recovered(self, line: bytes, row: int) -> tuple[bytes, int, dict[str, Any]]:
+        """A line of results as the journal has it: (id, row, columns), the answer as it is among them."""
+        return recovered(line, row)
 
     def _check_envelope(self, values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
         custom_id, url, body = values.get("custom_id"), values.get("url"), values.get("body")
@@ -127,7 +120,9 @@ class OpenAILines:
         for name, value in body.items():
             if name in ("messages", "prompt") or value is None:
                 continue
-            if name in IGNORED:
+            if name in ("logprobs", "top_logprobs"):
+                params["logprobs"] = _num_logprobs(url, body)
+            elif name in IGNORED:
                 if name != "model":
                     self.ignored[name] = None
             elif name in NEUTRAL:
@@ -156,22 +151,19 @@ class OpenAILines:
                 f"the lines ask for two models, {self.model!r} and {model!r}: one job runs one, split the file"
             )
 
-    def _answer(self, url: str, model: str, columns: Mapping[str, Any], name: str) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0}
-        if url == CHAT:
-            choice["message"] = {"role": "assistant", "content": columns["output"], "refusal": None}
-        else:
-            choice["text"] = columns["output"]
-        choice |= {"logprobs": None, "finish_reason": columns["finish_reason"]}
-        num_in, num_out = columns["prompt_tokens"], columns["completion_tokens"]
-        return {
-            "id": ("chatcmpl-" if url == CHAT else "cmpl-") + name,
-            "object": "chat.completion" if url == CHAT else "text_completion",
-            "created": self.created,
-            "model": model,
-            "choices": [choice],
-            "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
-        }
+
+def _num_logprobs(url: str, body: Mapping[str, Any]) -> object:
+    """SamplingParams.logprobs: of a chat top_logprobs where logprobs is true, of a completion logprobs itself."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETIONS:
+        if top is not None:
+            raise RequestError("invalid_parameter", "top_logprobs is for chat: use logprobs", field="top_logprobs")
+        return wanted
+    if not isinstance(wanted, (bool, type(None))):
+        raise RequestError("invalid_parameter", f"logprobs must be a bool, got {brief(wanted)}", field="logprobs")
+    if not wanted and top:
+        raise RequestError("invalid_parameter", "top_logprobs needs logprobs=true", field="top_logprobs")
+    return (top or 0) if wanted else None
 
 
 def is_openai_line(line: bytes | None) -> bool:

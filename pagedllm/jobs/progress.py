@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from pagedllm.jobs.plan import JobPlan, duration
 from pagedllm.jobs.report import JobReport
 from pagedllm.progress import Bar, is_watched
 
@@ -16,18 +17,28 @@ class JobProgress:
 
     def __init__(self, num_rows: int | None, is_quiet: bool) -> None:
         self._num_rows = num_rows
-        self._bar = Bar(num_rows, "Processed rows", is_shown=not is_quiet and is_watched())
+        self._bar = Bar(num_rows, "Processed prompts", is_shown=not is_quiet and is_watched())
         self._tells_lines = not is_quiet and not is_watched()
         self._last_line = time.monotonic()
 
+    def tell_plan(self, plan: JobPlan) -> None:
+        print(plan.text(), file=sys.stderr)
+
     def show(self, report: JobReport) -> None:
-        self._bar.show(report.num_rows, report.num_prompt_tokens, report.num_completion_tokens, report.num_cut)
+        def seconds_left() -> float | None:
+            return report.seconds_left(self._num_rows)
+
+        self._bar.show(
+            report.num_rows, report.num_prompt_tokens, report.num_completion_tokens, report.num_cut, seconds_left
+        )
         if self._tells_lines and time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             total = "" if self._num_rows is None else f" of {self._num_rows:,}"
+            left = seconds_left()
             print(
                 f"pagedllm: {report.num_rows:,}{total} rows, {report.num_failed:,} failed, {report.num_cut:,} cut, "
-                f"in {_rate(report.num_prompt_tokens, report)}, out {_rate(report.num_completion_tokens, report)}",
+                f"in {_rate(report.num_prompt_tokens, report)}, out {_rate(report.num_completion_tokens, report)}"
+                f"{'' if left is None else f', {duration(left)} left'}",
                 file=sys.stderr,
             )
 
@@ -48,7 +59,10 @@ def summary(report: JobReport) -> str:
         f"KV cache     peak {report.peak_num_blocks:,} of {report.num_blocks:,} blocks of {report.block_size} tokens "
         f"({mib:,.1f} MiB)",
         f"preemptions  {report.num_preemptions:,}",
+        f"deterministic {'yes: the same rows give the same tokens' if report.deterministic else 'no'}",
     ]
+    for number, limit in enumerate(report.limits()):
+        lines.append(f"{'' if number else 'limited by':<12} {limit}")
     if report.first_error:
         lines.append(f"first error  {report.first_error}")
     return "\n".join(lines)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from pagedllm.assembly import Assembly
 from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.jobs.continuation import go_on
 from pagedllm.jobs.formats import Row
 from pagedllm.jobs.keys import EqualRows, hashed, row_id, row_key
 from pagedllm.jobs.source import Line
@@ -38,15 +41,22 @@ class ReadyRow:
 
 
 class RowReader:
-    """parse: of a line and its row's index; seed: the job's; defaults: sampling fields where a row says nothing."""
+    """parse: of a line, its row's index and its fault; seed: the job's; defaults: sampling fields where a row says
+    nothing; check_params: raises RequestError for a row's own; clock: what chat templates see; on_first_text: called
+    once, when a prompt is sent as it is.
+    """
 
     def __init__(
         self,
         assembly: Assembly,
         lines: Iterator[Line],
-        parse: Callable[[bytes | None, int], Row],
+        parse: Callable[[bytes | None, int, str], Row],
         seed: int,
         defaults: Mapping[str, Any],
+        *,
+        check_params: Callable[[SamplingParams], None] = lambda params: None,
+        clock: Callable[[], datetime] = datetime.now,
+        on_first_text: Callable[[], None] = lambda: None,
     ) -> None:
         self._builder = assembly.builder
         self._lines = lines
@@ -54,6 +64,9 @@ class RowReader:
         self._seed = seed
         self.defaults = defaults
         self._plain_params = SamplingParams.from_json({}, defaults)  # of rows that bring none
+        self._check_params = check_params
+        self._chat = ChatOptions(clock=clock)
+        self._on_first_text: Callable[[], None] | None = on_first_text
         self._equal_rows = EqualRows()
 
     def read(self, max_rows: int) -> list[ReadyRow]:
@@ -62,9 +75,18 @@ class RowReader:
 
     def prepare(self, lines: Iterable[Line]) -> list[ReadyRow]:
         """Equal rows are numbered in the order they come here."""
-        pairs = [(line, self._parse(line.text, line.row)) for line in lines]
-        encoded = self._builder.encode([row.prompt for _, row in pairs], ChatOptions())
+        pairs = [(line, self._parse(line.text, line.row, line.fault)) for line in lines]
+        if self._on_first_text is not None and any(row.prompt.text is not None for _, row in pairs):
+            self._on_first_text()
+            self._on_first_text = None
+        encoded = self._builder.encode([row.prompt for _, row in pairs], self._chat)
         return [self._prepare(line, row, prompt) for (line, row), prompt in zip(pairs, encoded, strict=True)]
+
+    def renamed(self, parse: Callable[[bytes | None, int, str], Row]) -> RowReader:
+        """A reader that gives rows the same names, from lines of another form."""
+        other = copy.copy(self)
+        other._parse, other._equal_rows, other._on_first_text = parse, EqualRows(), None
+        return other
 
     def params_from(self, sampling_params: str) -> SamplingParams:
         """Of a row that could run, from its own params as JSON."""
@@ -75,10 +97,14 @@ class RowReader:
         room = self._builder.max_model_len - len(ready.encoded.token_ids)
         return room if ready.params.max_tokens is None else min(ready.params.max_tokens, room)
 
-    def build(self, index: int, token_ids: list[int], params: SamplingParams, row_id: bytes) -> Request:
-        return self._builder.build(
-            str(index), index, EncodedPrompt(None, token_ids), params, stream_key(self._seed, row_id)
-        )
+    def build(
+        self, index: int, token_ids: list[int], params: SamplingParams, row_id: bytes, cut: Sequence[int] = ()
+    ) -> Request:
+        """cut: what an earlier run left of this row (continuation.py)."""
+        prompt = EncodedPrompt(None, token_ids)
+        request = self._builder.build(str(index), index, prompt, params, stream_key(self._seed, row_id))
+        go_on(request, cut)
+        return request
 
     def _prepare(self, line: Line, row: Row, encoded: EncodedPrompt) -> ReadyRow:
         try:
@@ -102,6 +128,5 @@ class RowReader:
             params = SamplingParams.from_json(row.sampling_params, self.defaults)
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
-        if params.logprobs is not None:
-            raise RequestError("unsupported", "logprobs in files are not supported yet: leave it out", field="logprobs")
+        self._check_params(params)
         return params

@@ -10,13 +10,12 @@ import contextlib
 from collections.abc import Generator
 
 from pagedllm.assembly import Assembly
-from pagedllm.driver import drive
+from pagedllm.driver import SEQS_AHEAD, drive
 from pagedllm.jobs.formats import Row
 from pagedllm.jobs.rows import CHUNK_ROWS, ReadyRow, RowReader
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
 
-SEQS_AHEAD = 4  # requests in the engine, in units of what it runs at once: enough to choose from
 MAX_HELD_BYTES = 64 << 20  # of result lines that wait for an earlier row
 
 

@@ -114,7 +114,10 @@ class Decoder:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
     ) -> Tensor:
-        """[R, V] float32, a view of buffers.logits. kv_caches: K and V of each layer, written in place."""
+        """The head's [R, V] float32, a view of buffers.logits; `finish_logits` makes them the model's.
+
+        kv_caches: K and V of each layer, written in place.
+        """
         num_tokens = len(inputs.token_ids)
         rows = buffers.step_rows(num_tokens)
         attention_rows = buffers.attention_rows(num_tokens)
@@ -129,11 +132,21 @@ class Decoder:
             wanted = self._gather_wanted(rows, inputs.logits_indices, buffers)
             last_layer.finish(wanted)
             self.head.apply(self.namespace, logits, wanted.normed)
-            if self.config.logit_scale != 1:
-                logits.mul_(self.config.logit_scale)
-            if self.config.logit_softcap > 0:
-                logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """`forward`'s logits, changed in place as the model's config asks: what the head alone does not do."""
+        if self.config.logit_scale != 1:
+            logits.mul_(self.config.logit_scale)
+        if self.config.logit_softcap > 0:
+            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
+        return logits
+
+    @property
+    def runs_only_kernels(self) -> bool:
+        """Whether `forward` calls our kernels and nothing that torch computes, so that it can be recorded."""
+        adds_alone = self.config.has_post_norms and not self.config.has_pre_norms  # `_add` without a norm
+        return self.positions is None and self.config.moe is None and not adds_alone
 
     def close(self) -> None:
         """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""

@@ -30,6 +30,11 @@ class ForwardBatch:
     logits_indices: Int32Array  # [R] tokens whose logits are wanted
     logits_sequences: NDArray[np.intp]  # [R] the sequence of each, increasing
 
+    @property
+    def is_decode(self) -> bool:
+        """One new token for each sequence, and its logits are wanted: B = T = R."""
+        return len(self.rows) == len(self.token_ids) == len(self.logits_indices)
+
 
 def build_forward_batch(plan: SchedulerOutput, rows_of: RequestRows, block_size: int) -> ForwardBatch:
     """The plan's requests in the plan's order; every row is already up to date."""

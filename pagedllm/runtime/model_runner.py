@@ -8,6 +8,7 @@ The runner keeps the tokens it samples, so that a running request's next plan ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
+from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerOutput
+from pagedllm.sampling.sampler import Sampler
 
 
 class ModelRunner:
@@ -41,8 +43,12 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_threads: int,
+        recorder: Path | None,
     ) -> None:
-        """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table."""
+        """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
+
+        recorder: the library whose kernels decode steps are recorded from; None: every step is run by Python.
+        """
         config = decoder.config
         self.decoder = decoder
         self.backend = backend
@@ -55,6 +61,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
         self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -76,13 +83,17 @@ class ModelRunner:
             rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
             logits_indices=torch.from_numpy(batch.logits_indices),
         )
-        return self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
+        if self.decode_tapes is not None and batch.is_decode:
+            logits = self.decode_tapes.forward(inputs, metadata)
+        else:
+            logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
+        return self.decoder.finish_logits(logits)
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder
+        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -108,37 +119,54 @@ class ModelRunner:
                 self.backend.copy_blocks(layer, tensor)
 
     def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
-        """One token for each sequence whose last token was computed; the runner's rows take it up."""
+        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
         if len(batch.logits_indices):
-            sequences = batch.logits_sequences
+            sequences, offsets = batch.logits_sequences, np.zeros(len(batch.logits_sequences), np.int32)
+            num_samples = [plan.scheduled[seq].num_samples for seq in sequences.tolist()]
+            if max(num_samples) > 1:
+                places, offsets = _repeated(num_samples)
+                sequences, logits = sequences[places], logits[torch.from_numpy(places)]
             rows = batch.rows[sequences]
             positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-            output = self.sampler.sample(logits, rows, positions)
+            output = self.sampler.sample(logits, rows, positions, self.sampling_rows.sample_index[rows] + offsets)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] = () if entry is None else (entry,)
+                    logprobs[seq] += () if entry is None else (entry,)
             errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
-            self._keep(batch, output, sampled, is_finite)
+            for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
+                sampled[seq] += (token_id,)
+            self._keep(plan, batch, sampled, is_finite)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
     def _keep(
-        self, batch: ForwardBatch, output: SamplerOutput, sampled: list[tuple[int, ...]], is_finite: list[bool]
+        self, plan: SchedulerOutput, batch: ForwardBatch, sampled: list[tuple[int, ...]], is_finite: list[bool]
     ) -> None:
-        sequences, token_ids = batch.logits_sequences, np.array(output.token_ids, np.int32)
-        rows = batch.rows[sequences]
-        self.rows.token_ids[rows, batch.seq_lens[sequences]] = token_ids
-        self.rows.num_tokens[rows] = batch.seq_lens[sequences] + 1
+        """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere."""
         has_state = self.sampling_rows.has_stateful_rows
-        for seq, row, token_id in zip(sequences.tolist(), rows.tolist(), output.token_ids, strict=True):
-            if token_id < 0:
+        sequences = batch.logits_sequences.tolist()
+        kept = []
+        for seq in sequences:
+            if min(sampled[seq]) < 0:
                 is_finite[seq] = False
+            if min(sampled[seq]) < 0 or not plan.scheduled[seq].num_samples:
+                sampled[seq] = ()
                 continue
-            sampled[seq] = (token_id,)
+            kept.append(seq)
             if has_state:
-                self.sampling_rows.accept(row, token_id)
+                self.sampling_rows.accept(int(batch.rows[seq]), sampled[seq][0])
+        rows, ends = batch.rows[kept], batch.seq_lens[kept]
+        self.rows.token_ids[rows, ends] = [sampled[seq][0] for seq in kept]
+        self.rows.num_tokens[rows] = ends + 1
+
+
+def _repeated(counts: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Each place as often as it counts, at least once, and the number of each among its equals."""
+    places = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    firsts = np.searchsorted(places, places)
+    return places, (np.arange(len(places)) - firsts).astype(np.int32)

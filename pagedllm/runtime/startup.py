@@ -106,6 +106,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     )
     rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
     decoder.set_rope_tables(rope_tables)
+    can_record = kernels.namespace == "pagedllm" and decoder.runs_only_kernels
     runner = ModelRunner(
         decoder,
         backend,
@@ -116,6 +117,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=pool.max_model_len,
         num_threads=num_threads,
+        recorder=kernels.path if can_record and not config.enforce_eager else None,
     )
     clock.lap("kv_cache")
     _tell(decoder, pool, profile, config.block_size, dtype)

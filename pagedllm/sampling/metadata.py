@@ -23,6 +23,7 @@ class SamplingRows:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
         self.seed = np.zeros(max_num_seqs, np.int64)
+        self.sample_index = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.masks: dict[int, tuple[MaskProcessor, ...]] = {}  # by row, only rows that have any
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # ids, values
@@ -38,6 +39,7 @@ class SamplingRows:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
+        self.sample_index[row] = request.sample_index
         if params.logprobs is not None:
             self.num_logprobs[row] = self.vocab_size if params.logprobs == -1 else min(params.logprobs, self.vocab_size)
         output: list[int] = token_ids[request.num_prompt_tokens :].tolist()

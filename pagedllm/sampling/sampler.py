@@ -41,9 +41,16 @@ class Sampler:
         self.rows = rows
         self._all_tokens = token_words(range(vocab_size), vocab_size)
 
-    def sample(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> SamplerOutput:
-        """logits [R, vocab_size] float32, may be edited; rows [R] persistent rows; output_positions [R] of the tokens
-        to draw. The caller tells `SamplingRows.accept` which tokens it keeps."""
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.intp],
+        output_positions: NDArray[np.int32],
+        sample_indices: NDArray[np.int32],
+    ) -> SamplerOutput:
+        """logits [R, vocab_size] float32, may be edited; rows [R] persistent rows, several times where several samples
+        are drawn; output_positions, sample_indices [R] of the tokens to draw. The caller tells `SamplingRows.accept`
+        which tokens it keeps."""
         num_logprobs = self.rows.num_logprobs[rows]
         wants_logprobs = np.flatnonzero(num_logprobs >= 0)
         row_list: list[int] = rows.tolist()
@@ -59,8 +66,9 @@ class Sampler:
             self._edit_around_users(logits, row_list, edits, errors)
         elif edits is not None:
             process_logits(self.namespace, logits, *edits)
-        token_ids = self._draw(logits, rows, output_positions)
-        token_ids[list(errors)] = -1
+        token_ids = self._draw(logits, rows, np.stack((sample_indices, output_positions), 1))
+        if errors:
+            token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
         if raw is not None:
             logprobs = [None] * len(rows)
@@ -89,9 +97,8 @@ class Sampler:
         if edits is not None:
             process_logits(self.namespace, logits, *(*NOTHING, *edits[4:]))
 
-    def _draw(self, logits: Tensor, rows: NDArray[np.intp], output_positions: NDArray[np.int32]) -> Tensor:
-        counter = np.zeros((len(rows), 2), np.int32)  # sample index, output position
-        counter[:, 1] = output_positions
+    def _draw(self, logits: Tensor, rows: NDArray[np.intp], counter: NDArray[np.int32]) -> Tensor:
+        """counter [R, 2]: sample index, output position."""
         token_ids = torch.empty(len(rows), dtype=torch.int32, device="cpu")
         state = self.rows
         temperature, top_k, top_p, min_p, seed, place = (

@@ -1,5 +1,7 @@
 """The differential matrix: whatever the engine's settings, a request gets the same tokens, text, logprobs and usage.
 
+Some prompts have several samples, and a beam search runs besides.
+
 For each kind of attention settings are chosen to cover every pair of values, for the other models to cover every value;
 the slow runs draw full settings at random, and meet the demo model. The first setting of a model (roomy, no cache, one
 request at a time) is the reference of the others.
@@ -17,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagedllm import LLM, SamplingParams
+from pagedllm import LLM, BeamSearchParams, SamplingParams
+from pagedllm.outputs import RequestOutput
 from tests.tiny import ROPES, save_tiny_model
 
 PAIRWISE = [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16")]
@@ -32,6 +35,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "is_warm": (False, True),
     "num_threads": (1, 2),
     "block_size": (16, 8, 64),
+    "enforce_eager": (True, False),
 }
 REFERENCE = {name: values[0] for name, values in AXES.items()}
 SHARED = "the quick brown fox jumps over the lazy dog. "
@@ -56,8 +60,8 @@ def downhill(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, bad_words=["e", "the", "fox jumps"]),
-    SamplingParams(temperature=1.0, seed=1, max_tokens=80, min_tokens=60, logprobs=0),
-    SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=60),
+    SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=80, min_tokens=60, logprobs=0),
+    SamplingParams(n=3, temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=40),
     SamplingParams(temperature=0, max_tokens=50, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=1),
     SamplingParams(
         temperature=1.2, min_p=0.02, seed=3, min_tokens=40, max_tokens=70, logits_processors=[downhill], logprobs=1
@@ -65,6 +69,10 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=30, stop=["e", "the"], presence_penalty=0.3),
     SamplingParams(temperature=0.7, seed=4, max_tokens=90, logit_bias={5: 2.0}, stop_token_ids=[7, 8]),
 ]
+
+
+BEAM_PROMPTS = [SHARED * 2, "one two three four", SHARED + "one"]
+BEAMS = BeamSearchParams(2, 20)  # the starved pool just holds both
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ def preempting_settings() -> list[dict[str, Any]]:
 
 def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int) -> LLM:
     max_model_len = 128
-    fields = {k: setting[k] for k in ("enable_prefix_caching", "max_num_batched_tokens", "num_threads", "block_size")}
+    arrangement = {"pool", "arrangement", "is_warm"}  # the other axes are LLM's own
+    fields = {name: value for name, value in setting.items() if name not in arrangement}
     bytes_per_token = 3 * 2 * 2 * 32 * (4 if dtype == "float32" else 2)
     starved_bytes = bytes_per_token * max_model_len  # one request of full length
     return LLM(
@@ -121,25 +130,33 @@ def make_llm(folder: Path, dtype: str, setting: dict[str, Any], roomy_bytes: int
 
 
 def answers(llm: LLM, arrangement: str) -> list[Answer]:
-    order = list(range(len(PROMPTS)))
-    if arrangement == "alone":
-        outputs = [llm.generate([PROMPTS[i]], PARAMS[i], use_tqdm=False)[0] for i in order]
-    else:
-        if arrangement == "reversed":
-            order.reverse()
-        shuffled = llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], use_tqdm=False)
-        outputs = [output for _, output in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])]
+    def generate(places: list[int]) -> list[RequestOutput]:
+        return llm.generate([PROMPTS[i] for i in places], [PARAMS[i] for i in places], use_tqdm=False)
+
+    def search(places: list[int]) -> list[RequestOutput]:
+        return llm.beam_search([BEAM_PROMPTS[i] for i in places], BEAMS, use_tqdm=False)
+
+    outputs = []
+    for run, number in ((generate, len(PROMPTS)), (search, len(BEAM_PROMPTS))):
+        order = list(range(number))
+        if arrangement == "alone":
+            outputs += [run([i])[0] for i in order]
+        elif arrangement == "batch":
+            outputs += run(order)
+        else:
+            outputs += run(order[::-1])[::-1]
     return [
         Answer(
-            text=o.outputs[0].text,
-            token_ids=tuple(o.outputs[0].token_ids),
-            finish_reason=o.outputs[0].finish_reason,
-            stop_reason=o.outputs[0].stop_reason,
-            num_prompt_tokens=len(o.prompt_token_ids),
-            cumulative_logprob=o.outputs[0].cumulative_logprob,
-            logprobs=repr(list(o.outputs[0].logprobs or ())),
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            cumulative_logprob=completion.cumulative_logprob,
+            logprobs=repr(list(completion.logprobs or ())),
         )
-        for o in outputs
+        for output in outputs
+        for completion in output.outputs
     ]
 
 
@@ -168,7 +185,7 @@ def check_settings(
     folder: Path, dtype: str, settings: list[dict[str, Any]], preempting: list[dict[str, Any]]
 ) -> list[Answer]:
     reference, _ = run_setting(folder, dtype, REFERENCE)
-    assert len({a.text for a in reference}) == len(reference)
+    assert len({a.text for a in reference}) >= len(PROMPTS)
     for setting in settings:
         found, _ = run_setting(folder, dtype, setting)
         assert found == reference, f"differs under {setting}"
@@ -221,12 +238,8 @@ def test_no_setting_changes_anything_on_the_demo_model(demo_safetensors: Path, d
                     llm.generate([PROMPTS[i] for i in part], [PARAMS[i] for i in part], use_tqdm=False),
                     strict=True,
                 ):
-                    completion = output.outputs[0]
-                    found[i] = (
-                        completion.text,
-                        completion.token_ids,
-                        completion.stop_reason,
-                        repr(list(completion.logprobs or ())),
+                    found[i] = tuple(
+                        (c.text, c.token_ids, c.stop_reason, repr(list(c.logprobs or ()))) for c in output.outputs
                     )
             return found, llm.stats.num_preemptions
 

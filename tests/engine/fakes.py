@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagedllm.cache.kv_cache_manager import KVCacheManager
 from pagedllm.engine.core import EngineCore
@@ -38,6 +39,17 @@ def logprob_of(token_ids: Sequence[int]) -> float:
     return -(1 + hashed_token(token_ids, 1 << 60)) / 8  # exact in float32
 
 
+def sample_seed(seed: int, sample_index: int) -> int:
+    """The random stream of one of a prompt's samples; the first has the request's own."""
+    return seed + 1_000_003 * sample_index
+
+
+def next_logprobs(token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """[VOCAB_SIZE]: what a beam may go on with. Eighths, whose sums are exact, with ties among them."""
+    rng = np.random.default_rng(int.from_bytes(blake2b(repr(tuple(token_ids)).encode(), digest_size=8).digest()))
+    return (-rng.integers(1, 60, VOCAB_SIZE) / 8).astype(np.float32)
+
+
 def reference_tokens(request: Request, next_token: NextToken = hashed_token) -> list[int]:
     """What a plain loop gives: no cache, no batch. Ends by eos, stop ids and length; strings are tested elsewhere."""
     params = request.sampling_params
@@ -45,7 +57,7 @@ def reference_tokens(request: Request, next_token: NextToken = hashed_token) -> 
     token_ids = request.token_ids[: request.num_prompt_tokens]
     output: list[int] = []
     while len(output) < request.max_output_tokens:
-        output.append(next_token([*token_ids, *output], request.seed))
+        output.append(next_token([*token_ids, *output], sample_seed(request.seed, request.sample_index)))
         if output[-1] in ends and len(output) >= params.min_tokens:
             break
     return output
@@ -56,6 +68,8 @@ class _Row:
     token_ids: list[int]
     block_ids: list[int]
     seed: int
+    sample_index: int
+    num_logprobs: int | None
 
 
 @dataclass
@@ -97,7 +111,8 @@ class FakeRunner:
         for scheduled in plan.scheduled:
             if scheduled.new_request is not None:
                 assert scheduled.request_id not in self.rows, "a row is taken twice"
-                self.rows[scheduled.request_id] = _Row([], [], scheduled.new_request.seed)
+                new = scheduled.new_request
+                self.rows[scheduled.request_id] = _Row([], [], new.seed, new.sample_index, new.sampling_params.logprobs)
             row = self.rows[scheduled.request_id]
             row.token_ids += scheduled.new_token_ids
             row.block_ids += scheduled.new_block_ids[0]
@@ -128,12 +143,26 @@ class FakeRunner:
                 logprobs.append(())
                 continue
             seen = [self.slots[self._slot(row, position)] for position in range(end)]
-            token_id = self.next_token(seen, row.seed)
-            row.token_ids.append(token_id)
-            sampled.append((token_id,))
+            if not scheduled.num_samples:
+                assert row.num_logprobs is not None
+                sampled.append(())
+                logprobs.append((top_logprobs(seen, row.num_logprobs),))
+                continue
+            indices = range(row.sample_index, row.sample_index + scheduled.num_samples)
+            token_ids = tuple(self.next_token(seen, sample_seed(row.seed, index)) for index in indices)
+            row.token_ids.append(token_ids[0])
+            sampled.append(token_ids)
             values = np.array([logprob_of(seen)], np.float32)
-            logprobs.append((TokenLogprobs(np.array([token_id], np.int32), values, 1),))
+            logprobs.append(tuple(TokenLogprobs(np.array([i], np.int32), values, 1) for i in token_ids))
         return ModelRunnerOutput(sampled, is_finite, logprobs)
+
+
+def top_logprobs(token_ids: Sequence[int], k: int) -> TokenLogprobs:
+    """The largest first, lower ids first among equals, behind the one that greedy decoding takes."""
+    values = next_logprobs(token_ids)
+    order = np.lexsort((np.arange(VOCAB_SIZE), -values))[:k].astype(np.int32)
+    order = np.concatenate((order[:1], order))
+    return TokenLogprobs(order, values[order], 1)
 
 
 class LetterDetokenizer:
@@ -266,4 +295,5 @@ def assert_idle(engine: EngineCore) -> None:
     assert engine.scheduler.requests == {}
     assert engine.scheduler.kv_cache._expected == engine.scheduler.kv_cache.pool.uses._ranks == {}
     assert engine.scheduler.running == []
+    assert engine.scheduler._families == engine.scheduler._groups == engine.scheduler._untold == {}
     assert engine._state.outputs._ends == {}

@@ -21,6 +21,7 @@ from pagedllm.detokenizer import Detokenizer, TextStream
 from pagedllm.engine.output_processor import OutputProcessor
 from pagedllm.engine.scheduler import Scheduler
 from pagedllm.model.decoder import Decoder
+from pagedllm.outputs import RequestOutput
 from pagedllm.runtime.block_table import RequestRows
 from pagedllm.runtime.model_runner import ModelRunner
 from pagedllm.sampling.metadata import SamplingRows
@@ -155,6 +156,34 @@ def test_a_failure_anywhere_in_a_step_gives_back_what_was_done_and_the_next_call
     assert_exact_afterwards(tight, expected)
 
 
+@pytest.mark.parametrize("make_error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("site", SITES, ids=[f"{owner.__name__}.{name}" for owner, name in SITES])
+def test_a_failure_anywhere_in_a_step_of_an_iterator_spoils_no_output_and_ends_only_the_iterator(
+    tight: LLM,
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    site: tuple[type, str],
+    make_error: Callable[[], Any],
+) -> None:
+    num_raised = 0
+    for call, late in ((0, False), (7, True)):
+        outputs: list[RequestOutput] = []
+        with monkeypatch.context() as patch:
+            raised = fail_at(patch, site, call, make_error(), late)
+            iterator = tight.generate_iter(PROMPTS, PARAMS)
+            try:
+                outputs.extend(iterator)
+                assert not raised
+            except make_error:  # type: ignore[misc]
+                assert list(iterator) == []
+        num_raised += len(raised)
+        for output in outputs:
+            assert answers([output]) == [expected[output.index]]  # type: ignore[arg-type]
+        assert_nothing_left(tight)
+    assert num_raised >= 1
+    assert_exact_afterwards(tight, expected)
+
+
 class FailingBar:
     """A progress bar that raises at its k-th update."""
 
@@ -201,6 +230,14 @@ def test_a_lazy_prompt_iterator_that_raises_leaves_nothing_behind(
 
     with pytest.raises(make_error):  # type: ignore[call-overload]
         tight.generate(prompts(), PARAMS)
+    assert_exact_afterwards(tight, expected)
+
+    outputs: list[RequestOutput] = []
+    with pytest.raises(make_error):  # type: ignore[call-overload]
+        outputs.extend(tight.generate_iter(prompts(), PARAMS, max_in_flight=1))
+    assert len(outputs) == item
+    for output in outputs:
+        assert answers([output]) == [expected[output.index]]  # type: ignore[arg-type]
     assert_exact_afterwards(tight, expected)
 
 

@@ -8,9 +8,12 @@ import json
 import pytest
 
 from pagedllm.jobs import formats
-from pagedllm.jobs.formats import Row, columns_text, parse_row, read_lines, result_line
+from pagedllm.jobs.formats import PlainRows, Row, columns_text, read_lines, result_line
+from pagedllm.jobs.prompting import PromptForm
+from pagedllm.jobs.result_form import ResultForm
 
 COLUMNS = {"output": "x", "row": 0}
+parse_row = PlainRows(PromptForm(), ResultForm().clash).parse
 
 
 def read_rows(stream: io.BytesIO) -> list[Row]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 
-from pagedllm import LLM, NotSupportedError
+from pagedllm import LLM
 from pagedllm.jobs.formats import JobRefused
+from pagedllm.jobs.tools import merge_shards
 from tests.fake_assembly import fake_assemble
 
 
@@ -88,7 +90,7 @@ def test_refused_requests_have_status_400_and_unreadable_lines_no_response(run):
         chat("tools", tools=[{"type": "function"}]),
         chat("json", response_format={"type": "json_object"}),
         chat("top_p", top_p=7),
-        chat("n", n=2),
+        chat("n", n=0),
         chat("long", messages=[{"role": "user", "content": "x" * 500}]),
         chat("none", messages=None),
         {**chat("body"), "body": 5},
@@ -102,7 +104,7 @@ def test_refused_requests_have_status_400_and_unreadable_lines_no_response(run):
     codes = [(line["error"] or line["response"]["body"].get("error") or {"code": ""})["code"] for line in lines]
     assert codes == [
         "", "invalid_json_line", "invalid_json_line", "duplicate_custom_id", "url_mismatch", "invalid_parameter",
-        "unsupported", "unsupported", "unsupported", "invalid_parameter", "unsupported", "prompt_too_long",
+        "unsupported", "unsupported", "unsupported", "invalid_parameter", "invalid_parameter", "prompt_too_long",
         "invalid_parameter", "invalid_json_line", "invalid_json_line", "invalid_parameter",
     ]  # fmt: skip
     for line, code in zip(lines, codes, strict=True):
@@ -134,7 +136,7 @@ def test_two_models_are_refused(run):
         run(chat("a"), chat("b", model="x"))
 
 
-def test_a_job_is_continued_and_an_edited_finished_one_is_refused_by_name(tmp_path, run, monkeypatch):
+def test_a_job_is_continued(tmp_path, run, monkeypatch):
     lines = [chat(str(i), temperature=1, messages=[{"role": "user", "content": f"{i % 7}"}]) for i in range(60)]
     run(*lines)
     whole = (tmp_path / "out").read_bytes()
@@ -157,10 +159,129 @@ def test_a_job_is_continued_and_an_edited_finished_one_is_refused_by_name(tmp_pa
         report = llm.run_file(tmp_path / "in", tmp_path / "out")
         assert report.num_resumed > 0
         assert (tmp_path / "out").read_bytes() == whole
-        (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes() + b"\n" + json.dumps(chat("new")).encode())
-        with pytest.raises(NotSupportedError, match="a finished OpenAI batch whose input or settings changed"):
-            llm.run_file(tmp_path / "in", tmp_path / "out")
-    assert (tmp_path / "out").read_bytes() == whole
+
+
+BODIES = [
+    chat(),
+    chat(n=3, temperature=1),
+    chat(logprobs=True, top_logprobs=2, n=2),
+    chat(logprobs=True),
+    chat(stop=["e", "t"], seed=5, temperature=1, user="me"),
+    completion(n=2, temperature=1),
+    completion(logprobs=1),
+    completion(logprobs=0, n=2),
+    completion(prompt=[0, 107, 108], max_tokens=0),
+]
+
+
+@pytest.mark.parametrize("line", BODIES, ids=lambda line: json.dumps(line["body"])[13:80])
+def test_answers_have_the_published_schema(run, line):
+    """By the types of OpenAI's own client, without fields that it does not know."""
+    types = pytest.importorskip("openai.types")
+    (answer,) = run(line)
+    model = types.Completion if line["url"] == "/v1/completions" else types.chat.ChatCompletion
+    body = answer["response"]["body"]
+    parsed = model.model_validate(body, strict=True)
+    assert known_fields(parsed) == body
+    wanted = line["body"]
+    assert [choice.index for choice in parsed.choices] == list(range(wanted.get("n", 1)))
+    assert all((choice.logprobs is not None) == (wanted.get("logprobs") is not None) for choice in parsed.choices)
+
+
+def known_fields(parsed):
+    """What a parsed object holds in fields that its type has."""
+    if isinstance(parsed, list):
+        return [known_fields(item) for item in parsed]
+    if not hasattr(parsed, "model_fields_set"):
+        return parsed
+    return {
+        name: known_fields(getattr(parsed, name)) for name in parsed.model_fields_set & type(parsed).model_fields.keys()
+    }
+
+
+def test_logprobs_are_those_of_the_sampled_tokens_and_the_likeliest(run):
+    (answer,) = run(chat(logprobs=True, top_logprobs=2, max_tokens=2))
+    choice = answer["response"]["body"]["choices"][0]
+    first = choice["logprobs"]["content"][0]
+    assert first == {
+        "token": choice["message"]["content"][0],
+        "logprob": -1.0,
+        "bytes": [ord(choice["message"]["content"][0])],
+        "top_logprobs": [
+            {"token": "a", "logprob": -2.0, "bytes": [97]},
+            {"token": "b", "logprob": -3.0, "bytes": [98]},
+        ],
+    }
+    (answer,) = run(completion(logprobs=1, max_tokens=2))
+    choice = answer["response"]["body"]["choices"][0]
+    assert choice["logprobs"]["tokens"] == list(choice["text"])
+    assert choice["logprobs"]["text_offset"] == [0, 1]
+    assert choice["logprobs"]["top_logprobs"][0] == {choice["text"][0]: -1.0, "a": -2.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (chat(logprobs=3), "logprobs must be a bool, got 3 (int)"),
+        (chat(top_logprobs=3), "top_logprobs needs logprobs=true"),
+        (chat(logprobs=True, top_logprobs=21), "logprobs must be at most max_logprobs (20), or -1, got 21"),
+        (completion(top_logprobs=3), "top_logprobs is for chat: use logprobs"),
+        (completion(logprobs=True), "logprobs must be None, an int >= 0, or -1 (the whole vocabulary), got True"),
+    ],
+)
+def test_wrong_logprobs_are_refused(run, line, text):
+    (answer,) = run(line)
+    assert answer["response"]["body"]["error"]["message"] == text
+
+
+def test_a_finished_batch_whose_input_changed_is_continued_and_old_answers_stay_as_they_were(
+    tmp_path, run, monkeypatch
+):
+    lines = [chat(str(i), temperature=1, n=1 + i % 2, logprobs=i == 3) for i in range(8)] + [b"{", chat("x", top_p=7)]
+    before = run(*lines)
+    monkeypatch.setattr("pagedllm.jobs.runner.time.time", lambda: 1800000000)
+    changed = [*lines[:2], chat("new"), *lines[3:], chat("last", n=2)]
+    (tmp_path / "in").write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in changed))
+    with LLM("fake") as llm:
+        report = llm.run_file(tmp_path / "in", tmp_path / "out")
+    after = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert (report.num_rows, report.num_resumed, report.num_failed) == (11, 9, 2)
+    assert [after[i] for i in (0, 1, *range(3, 10))] == [before[i] for i in (0, 1, *range(3, 10))]
+    assert [after[2]["custom_id"], after[10]["custom_id"]] == ["new", "last"]
+    assert {a["response"]["body"]["created"] for a in (after[2], after[10])} == {1700000000}  # the job's start
+
+
+def test_shards_of_a_batch_are_merged_into_the_whole(tmp_path, run):
+    run(*(chat(str(i)) for i in range(8)))
+    with LLM("fake") as llm:
+        for i in (1, 2, 3):
+            llm.run_file(tmp_path / "in", tmp_path / f"s{i}", shard=(i, 3))
+    assert merge_shards([str(tmp_path / f"s{i}") for i in (2, 3, 1)], str(tmp_path / "merged")) == 8
+    assert (tmp_path / "merged").read_bytes() == (tmp_path / "out").read_bytes()
+    (tmp_path / "merged").unlink()
+    with pytest.raises(ValueError, match="row 1 is missing"):
+        merge_shards([str(tmp_path / "s1"), str(tmp_path / "s3")], str(tmp_path / "merged"))
+    (tmp_path / "s2.manifest.json").unlink()
+    with pytest.raises(ValueError, match="s2: no finished OpenAI batch has its manifest beside it"):
+        merge_shards([str(tmp_path / f"s{i}") for i in (1, 2, 3)], str(tmp_path / "merged"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"template": "{x}"}, "template='{x}' is for plain rows: the input is OpenAI batch lines"),
+        ({"keep": "none"}, "keep='none' is for plain rows"),
+        ({"sampling_params": {"n": 2}}, "n stands in the body of each OpenAI batch line"),
+    ],
+)
+def test_what_is_for_plain_rows_is_refused(run, options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        run(chat(), **options)
+
+
+def test_a_custom_id_with_half_a_surrogate_pair_is_answered(run):
+    lines = run(chat("\ud800"), b'{"custom_id": "\\udfff", "method": "GET", "url": "", "body": {}}')
+    assert [line["custom_id"] for line in lines] == ["\ud800", "\udfff"]
 
 
 def test_equal_lines_of_two_ids_draw_differently_and_again_the_same(run):

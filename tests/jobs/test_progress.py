@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pagedllm.engine.run_log import RunLog
+from pagedllm.engine.stats import EngineStats
 from pagedllm.jobs import progress
+from pagedllm.jobs.plan import JobPlan
 from pagedllm.jobs.progress import JobProgress, summary
 from pagedllm.jobs.report import JobReport
+from pagedllm.progress import Bar
 
 REPORT = JobReport(
     num_rows=1200,
@@ -22,6 +28,26 @@ REPORT = JobReport(
     block_size=16,
     bytes_per_block=4096,
     first_error="row 3: prompt_too_long: 9 tokens exceed max_model_len 8 by 1",
+    engine={"deterministic": True},
+)
+
+PLAN = JobPlan(
+    engine={},
+    num_rows=1500,
+    is_whole=True,
+    num_done=0,
+    num_refused=0,
+    num_equal=0,
+    num_to_run=1500,
+    num_prompt_tokens=9000,
+    num_equal_tokens=0,
+    num_shared_tokens=0,
+    num_samples=1500,
+    max_output_tokens=9000,
+    num_blocks_wanted=1500,
+    num_blocks=1024,
+    bytes_per_block=4096,
+    first_prompt="",
 )
 
 
@@ -52,5 +78,31 @@ def test_the_summary_tells_rows_rates_prefix_hits_kv_use_and_preemptions():
         "prefix hits  25 % of the input tokens",
         "KV cache     peak 512 of 1,024 blocks of 16 tokens (2.0 MiB)",
         "preemptions  4",
+        "deterministic yes: the same rows give the same tokens",
         "first error  row 3: prompt_too_long: 9 tokens exceed max_model_len 8 by 1",
     ]
+
+
+def test_a_line_tells_how_long_it_will_take(monkeypatch, capsys):
+    """In tokens: a third of them takes as long again twice."""
+    log = RunLog(EngineStats(64, 16))
+    log.seconds_left = lambda work, ended: 200.0
+    report = replace(REPORT, log=log, plan=PLAN)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    JobProgress(3000, is_quiet=False).show(report)
+    assert capsys.readouterr().err.endswith(", 3 min 20 s left\n")
+    window = replace(report, plan=replace(PLAN, is_whole=False))  # of 1,500 rows in the first window: 202 s in all
+    assert window.seconds_left(3000) == pytest.approx(402)
+    assert window.seconds_left(None) is None
+
+
+def test_the_bar_shows_the_time_left_by_tokens(monkeypatch, capsys):
+    bar = Bar(1000, "Processed prompts", is_shown=True)
+    monkeypatch.setattr(bar._bar, "delay", 0)
+    monkeypatch.setattr(bar._bar, "mininterval", 0)
+    bar.show(412, 2000, 1000, 12, lambda: 44.0)
+    bar.close()
+    text = capsys.readouterr().err
+    assert "Processed prompts: 412/1000 [" in text
+    assert "<00:44, " in text
+    assert "cut 3 %" in text

@@ -12,7 +12,8 @@ from pagedllm.errors import ModelError
 from pagedllm.jobs import rows as job_rows
 from pagedllm.jobs import stream
 from pagedllm.jobs.formats import read_lines
-from pagedllm.jobs.runner import TooManyFailures, open_job
+from pagedllm.jobs.opening import open_job
+from pagedllm.jobs.runner import TooManyFailures
 from pagedllm.jobs.source import Line
 from tests.fake_assembly import VOCAB_SIZE, fake_assemble
 
@@ -75,8 +76,9 @@ def test_every_line_is_answered_in_order_and_bad_ones_have_their_reason(run):
         "template_error: the chat template refuses: no tools here",
         "invalid_parameter: sampling_params has no parameter 'temprature': did you mean 'temperature'?",
         "invalid_parameter: top_p must be in (0, 1], got 7",
-        "unsupported: n=2 is not supported yet: pass the prompt 2 times, with seeds",
-        "unsupported: logprobs in files are not supported yet: leave it out",
+        "invalid_parameter: n=2 in a row, 1 in the job: all rows of a file have the same columns, pass --n 2",
+        "invalid_parameter: logprobs=2 in a row, None in the job: all rows of a file have the same columns, pass "
+        "--logprobs 2",
         "invalid_parameter: stop_token_ids must be ids in [0, 259), got 259",
         "",
     ]
@@ -230,7 +232,7 @@ def test_a_clash_of_names_in_the_first_row_is_refused_before_a_model_is_needed(t
 
 @pytest.mark.parametrize(
     ("params", "error"),
-    [({"top_p": 7}, ValueError), ({"logprobs": 1}, NotSupportedError), ({"n": 2}, NotSupportedError)],
+    [({"top_p": 7}, ValueError), ({"logprobs": -2}, ValueError), ({"prompt_logprobs": 2}, NotSupportedError)],
 )
 def test_given_parameters_are_checked_before_a_model_is_needed(tmp_path, params, error):
     (tmp_path / "in").write_text("{}")

@@ -40,7 +40,7 @@ def test_a_compressed_file_a_fifo_and_stdin_are_spooled(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT)))
     for input in (str(tmp_path / "in.gz"), str(tmp_path / "fifo"), "-"):
         source = Source(input, spool_folder=tmp_path)
-        assert source.count() is None
+        assert source.count() == (3 if input.endswith(".gz") else None)  # what is no file is read once
         assert read(source) == list(enumerate(ROWS))
         source.close()
     thread.join()

@@ -55,7 +55,7 @@ def test_status(tmp_path, shards):
         if report.num_rows >= 2:
             raise KeyboardInterrupt
 
-    from pagedllm.jobs.runner import open_job
+    from pagedllm.jobs.opening import open_job
 
     output = str(tmp_path / "out")
     (tmp_path / "in").write_text('{\n{"prompt": "a"}\n' + '{"prompt": "b", "sampling_params": {"max_tokens": 9}}')
@@ -66,4 +66,4 @@ def test_status(tmp_path, shards):
         pytest.raises(KeyboardInterrupt),
     ):
         llm.run_job(job, stop)
-    assert describe_job(output) == f"{output}: not finished, 2 results, 1 of them failed"
+    assert describe_job(output) == f"{output}: not finished, 2 results of 3 rows, 1 of them failed"

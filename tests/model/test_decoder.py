@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import torch_threads
+from tests.model.family_models import CASES, build_case
 from tests.model.harness import Sequences, load
 from tests.model.models import VOCAB_SIZE, build, random_ids, save
 
@@ -107,6 +108,24 @@ def test_a_step_runs_our_operators_and_allocates_nothing(
     others = {name for name in recorder.names if not name.startswith("pagedllm")}
     assert {name: ours.count(name) for name in ours} == {"embedding": 1, "gather_rows": 2, **expected}
     assert others <= VIEWS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_decoder_that_says_it_runs_only_kernels_does(name: str, tmp_path: Path) -> None:
+    """Such a one is recorded on a tape, and what torch computes would be missing there."""
+    sequences = Sequences(load(save(build_case(CASES[name]), tmp_path), namespace=load_kernels().namespace))
+    inputs, recorder = random_ids(20), Recorder()
+    sequences.begin("a", 20)
+    forward = sequences.decoder.forward
+
+    def recorded(*args: Any) -> torch.Tensor:
+        with recorder:
+            return forward(*args)
+
+    sequences.decoder.forward = recorded  # type: ignore[method-assign]
+    sequences.step({"a": inputs})
+    others = {name for name in recorder.names if not name.startswith("pagedllm")} - VIEWS
+    assert sequences.decoder.runs_only_kernels == (not others), others
 
 
 def test_capping_logits_gives_a_row_the_same_bits_everywhere() -> None:

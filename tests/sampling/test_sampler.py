@@ -34,7 +34,7 @@ def draw(
         rows.set(row, NewRequestData(len(prompt), p, seed, eos), token_ids)
     sampler = Sampler(NAMESPACE, VOCAB, rows)
     positions = np.full(len(params), len(output), np.int32)
-    return sampler.sample(logits.clone(), np.arange(len(params)), positions)
+    return sampler.sample(logits.clone(), np.arange(len(params)), positions, np.zeros(len(params), np.int32))
 
 
 def flat_logits(num_rows: int, **peaks: float) -> torch.Tensor:
