@@ -3,6 +3,7 @@
 #include "bindings/checks.h"
 #include "bindings/packing.h"
 #include "bindings/registration.h"
+#include "bindings/tape.h"
 #include "bindings/threads.h"
 
 namespace pagedllm {
@@ -31,7 +32,7 @@ void route_tokens_op(const Tensor& weights_tensor, const Tensor& places_tensor, 
   params.num_chosen = num_chosen;
   params.is_normalized = is_normalized;
   params.parallel = torch_threads();
-  route_tokens(params);
+  run_kernel([params] { route_tokens(params); });
 }
 
 // Bounds rise from 0 to the number of rows.
@@ -79,7 +80,7 @@ void grouped_linear_of(const Argument& out, const Argument& x, const Argument& w
   params.num_panels = num_panels;
   params.activation = activation;
   params.parallel = torch_threads();
-  grouped_linear(params);
+  run_kernel([params] { grouped_linear(params); });
 }
 
 void grouped_linear_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weights_tensor,
@@ -128,7 +129,7 @@ void combine_experts_op(const Tensor& out_tensor, const Tensor& rows_tensor, con
     params.num_chosen = num_chosen;
     params.hidden_size = hidden_size;
     params.parallel = torch_threads();
-    combine_experts(params);
+    run_kernel([params] { combine_experts(params); });
   });
 }
 

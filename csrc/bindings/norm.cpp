@@ -58,7 +58,7 @@ void layer_norm_heads_op(const Tensor& out_tensor, const Tensor& x_tensor, const
     params.num_heads = num_heads;
     params.eps = static_cast<float>(eps);
     params.parallel = torch_threads();
-    pagedllm::layer_norm(params);
+    run_kernel([params] { pagedllm::layer_norm(params); });
   });
 }
 

@@ -92,7 +92,9 @@ class Attention:
         kind = self.kind
         self.qkv.apply(self.namespace, rows.qkv, x)
         if self.is_normed_first:
-            for norm, part in zip(self.norms.values(), rows.qkv.split(self.part_sizes, 1), strict=False):
+            q_size, k_size, _ = self.part_sizes
+            for norm, columns in zip(self.norms.values(), ((0, q_size), (q_size, q_size + k_size)), strict=True):
+                part = rows.qkv[:, slice(*columns)]
                 norm.apply(part, part)
         if self.clip:
             rows.qkv.clamp_(-self.clip, self.clip)

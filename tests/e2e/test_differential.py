@@ -24,7 +24,7 @@ from pagedllm.outputs import RequestOutput
 from tests.tiny import ROPES, save_tiny_model
 
 PAIRWISE = [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16")]
-KINDS = ("llama", "qwen3", "gemma3", *ROPES)
+KINDS = ("llama", "qwen3", "gemma3", "qwen3_moe", *ROPES)
 OTHERS = [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16") if (kind, dtype) not in PAIRWISE]
 
 AXES: dict[str, tuple[Any, ...]] = {
