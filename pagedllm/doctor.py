@@ -1,4 +1,7 @@
-"""`pagedllm doctor`: does this machine run pagedllm as it should? One Finding a line, each with what to do about it."""
+"""`pagedllm doctor`: does this machine run pagedllm as it should? One Finding a line, each with what to do about it.
+
+With a model: whether that is understood and fits, from its headers; nothing large is read and nothing is converted.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pagedllm.errors import PagedLLMError
@@ -16,6 +21,9 @@ REQUIRED = {"torch": (2, 10), "transformers": (4, 57), "safetensors": (0, 5), "n
 EXTRAS = {"gguf": "GGUF files"}
 GIB = 1 << 30
 MIN_FREE_BYTES = 1 * GIB
+MIN_CACHE_BYTES = 1 * GIB  # a conversion of a small model
+KV_SHARE = 0.2  # of the free memory, for what is not weights
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class Finding:
         return f"{line} -> {self.advice}" if self.advice else line
 
 
-def examine() -> Iterator[Finding]:
+def examine(model: str | None = None) -> Iterator[Finding]:
     """All findings, one by one as they are made; those that need a broken part are left out."""
     yield check_platform()
     versions = list(check_versions())
@@ -38,10 +46,14 @@ def examine() -> Iterator[Finding]:
     if any(finding.verdict == "fail" for finding in versions):
         return
     yield check_kernels()
+    yield check_gpu()
     yield check_threads()
     yield check_memory()
+    yield check_cache()
     yield from check_extras()
     yield check_self_test()
+    if model is not None:
+        yield from check_model(model)
 
 
 def check_platform() -> Finding:
@@ -87,11 +99,38 @@ def check_kernels() -> Finding:
     return Finding("ok", "kernels", f"{kernels.name}; {better[-1]} needs {missing}, which this CPU lacks")
 
 
+def check_gpu() -> Finding:
+    """The GPU and its driver, as torch sees them; none is fine."""
+    import torch
+
+    driver = _driver_version()
+    if torch.version.cuda is None:
+        if driver is None:
+            return Finding("ok", "gpu", "none; the CPU is used")
+        value = f"NVIDIA driver {driver}, but torch {torch.__version__} was built without CUDA"
+        return Finding("warn", "gpu", value, "install a CUDA build of torch to use the GPU; the CPU is used")
+    if not torch.cuda.is_available():
+        value = f"torch for CUDA {torch.version.cuda} finds no GPU, driver {driver or 'not loaded'}"
+        return Finding("warn", "gpu", value, "load the NVIDIA driver, or pass device='cpu'")
+    properties = torch.cuda.get_device_properties(0)
+    value = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / GIB:.0f} GiB"
+    return Finding("ok", "gpu", f"{value}, driver {driver}, CUDA {torch.version.cuda}")
+
+
+def _driver_version() -> str | None:
+    try:
+        text = NVIDIA_DRIVER.read_text()
+    except OSError:
+        return None
+    version = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return version[0] if version else "unknown"
+
+
 def check_threads() -> Finding:
     from pagedllm.runtime.device import read_thread_limits
 
     limits = read_thread_limits()
-    quota = "none" if limits.quota is None else f"{limits.quota:g}"
+    quota = "none" if limits.quota is None else f"{limits.quota:.1f}"
     return Finding("ok", "threads", f"affinity {limits.affinity}, quota {quota} -> {limits.num_threads}")
 
 
@@ -99,10 +138,29 @@ def check_memory() -> Finding:
     from pagedllm.runtime.device import read_memory_limits
 
     limits = read_memory_limits()
-    value = f"{limits.free / GIB:.1f} GiB free of {limits.total / GIB:.1f} GiB"
+    billions = limits.free * (1 - KV_SHARE) / 2 / 1e9
+    value = (
+        f"{limits.free / GIB:.1f} GiB free of {limits.total / GIB:.1f} GiB: "
+        f"models up to {billions:.1f} billion parameters in bfloat16"
+    )
     if limits.free < MIN_FREE_BYTES:
         return Finding("warn", "memory", value, "end other programs, or raise the container's limit")
     return Finding("ok", "memory", value)
+
+
+def check_cache() -> Finding:
+    from pagedllm.model.cache_folder import cache_folder, list_conversions, room_in
+
+    folder, conversions = cache_folder(), list_conversions()
+    total = sum(conversion.num_bytes for conversion in conversions)
+    value = f"{folder}: {total / GIB:.1f} GiB in {len(conversions)} converted models"
+    room = room_in(folder)
+    if room is None:
+        return Finding("warn", "cache", f"{value}, cannot be written", "set PAGEDLLM_CACHE to a folder that can be")
+    value += f", {room / GIB:.1f} GiB free"
+    if room < MIN_CACHE_BYTES:
+        return Finding("warn", "cache", value, "make room (pagedllm cache clear), or set PAGEDLLM_CACHE")
+    return Finding("ok", "cache", value)
 
 
 def check_extras() -> Iterator[Finding]:
@@ -126,3 +184,29 @@ def check_self_test() -> Finding:
     except (PagedLLMError, ValueError, RuntimeError) as error:
         return Finding("fail", "self-test", str(error).splitlines()[0])
     return Finding("ok", "self-test", f"{NUM_TOKENS} tokens equal to the reference, in bfloat16 and float32")
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """Whether this version understands the model, whether it fits, and as what it is computed."""
+    from pagedllm.config import EngineConfig
+    from pagedllm.runtime.footprint import look_at
+
+    try:
+        checkpoint, footprint = look_at(EngineConfig(model=model))
+    except (PagedLLMError, ValueError) as error:
+        yield Finding("fail", "model", str(error))
+        return
+    yield Finding("ok", "model", f"{model}: {checkpoint.config['architectures'][0]}")
+    if footprint.fits:
+        yield Finding("ok", "fit", str(footprint))
+    else:
+        yield Finding("fail", "fit", str(footprint), "end other programs, lower max_model_len, or take a smaller model")
+    yield Finding("ok", "dtype", f"stored as {footprint.stored.kind}, computed as {footprint.dtype}{_how_computed()}")
+
+
+def _how_computed() -> str:
+    from pagedllm.ops.library import load_kernels
+
+    if load_kernels().name == "avx512_bf16":
+        return ", by this CPU's own bfloat16 products"
+    return ", widened to float32 in the kernels: this CPU has no bfloat16 products"

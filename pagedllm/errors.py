@@ -71,5 +71,9 @@ class ModelError(PagedLLMError, ValueError):
     """A model folder or file cannot be used; the message says which file, what is wrong and how to mend it."""
 
 
+class NotEnoughMemoryError(PagedLLMError, ValueError, MemoryError):
+    """The model, or a KV cache for it, does not fit; the message has the numbers. Another setting may mend it."""
+
+
 class LibraryError(PagedLLMError, ImportError):
     """The compiled kernels are missing or do not fit; the message names the file, the cause and the build command."""

@@ -1,4 +1,4 @@
-"""What a model is known by: a hash over its files, so that a job is not continued with another model.
+"""What a model, and all that decides its tokens, is known by: hashes, so that a job is not continued with another one.
 
 Small files count whole; of large ones their size, their beginning (where headers and names stand) and samples spread
 evenly, so that this takes milliseconds for any size. Reads no tensor and imports no torch.
@@ -7,18 +7,31 @@ evenly, so that this takes milliseconds for any size. Reads no tensor and import
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
 from pagedllm.config import EngineConfig
 
+# Raised by every change after which the same request may get other tokens on the same machine: of a kernel's rounding,
+# of sampling, of a rope table, of how text becomes ids.
+NUMERICS_VERSION = "1"
 SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf", ".model")
 WHOLE_BYTES = 16 << 20
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
+def fingerprint(config: EngineConfig, numerics: Mapping[str, str]) -> str:
+    """Of the model and of how it is computed: equal fingerprints give equal tokens to equal requests."""
+    parts = [("model", model_digest(config)), *sorted(numerics.items())]
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
 def model_digest(config: EngineConfig) -> str:
-    """Of weights, configs, tokenizer and templates, and of the settings that change what they mean."""
+    """Of weights, configs, tokenizer and templates, and of the settings that change what they mean.
+
+    Paths are local: an id that is not in the hub's cache counts as no file.
+    """
     digest = blake2b(digest_size=16)
     settings = (config.gguf_file, config.load_format, config.generation_config, config.chat_template)
     digest.update(repr(settings).encode())

@@ -18,6 +18,7 @@ from pagedllm.sampling_params import SamplingParams
 NO_SAMPLING_FLAG = ("seed", "logits_processors")  # --seed is the LLM's; a callable has no text
 SAMPLING_PREFIX = "sampling."  # of the names in the namespace
 
+MODEL_HELP = "a model folder, a GGUF file or a Hugging Face id"
 LLM_HELP = {
     "tokenizer": "another folder for the tokenizer",
     "dtype": "auto, bfloat16 or float32",
@@ -37,7 +38,7 @@ LLM_HELP = {
     "seed": "of all rows that have none of their own",
     "generation_config": "auto, or none to ignore the model's file",
     "chat_template": "a template's text instead of the model's own",
-    "revision": "not supported yet",
+    "revision": "branch, tag or commit of a Hugging Face id",
     "load_format": "auto, safetensors or gguf",
     "gguf_file": "the file to take where the model is a folder of several",
     "model_impl": "auto",
@@ -85,7 +86,9 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
 
 
 def add_llm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--model", required=True, metavar="MODEL", help="a model folder or a GGUF file")
+    parser.add_argument(
+        "-m", "--model", required=True, metavar="MODEL", help="a model folder, a GGUF file or a Hugging Face id"
+    )
     group = parser.add_argument_group("model and engine")
     for field in dataclasses.fields(EngineConfig):
         if field.name != "model":

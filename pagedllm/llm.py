@@ -17,7 +17,8 @@ from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.call import Call
 from pagedllm.call_lock import CallLock
 from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
-from pagedllm.errors import NotSupportedError
+from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
+from pagedllm.fingerprint import fingerprint
 from pagedllm.keywords import RENAMED_LLM_KEYWORDS, checks_keywords
 from pagedllm.open_requests import OpenRequests, abort_requests
 from pagedllm.output_iterator import OutputIterator, pairs
@@ -45,7 +46,8 @@ OnError = Literal["raise", "return"]
 class LLM:
     """A model, ready to generate. `close()` or `with` gives its memory back.
 
-    model: a folder (config.json, safetensors, tokenizer) or a GGUF file.
+    model: a folder (config.json, safetensors, tokenizer), a GGUF file, or a Hugging Face id ("organisation/name"),
+        fetched into the hub's cache where it is not there yet. revision: its branch, tag or commit.
     tokenizer: another folder for the tokenizer. chat_template: a template's text instead of the model's own.
     dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference";
     "simt" runs CUDA's kernels on an emulator, for tests, in bfloat16 or float16.
@@ -57,8 +59,8 @@ class LLM:
         "fcfs" runs in the order given; "priority" by `generate(..., priority=)`. The outputs are the same.
     seed: of all requests that have none of their own. generation_config: "auto", or "none" to ignore the model's file.
 
-    Raises ValueError, TypeError or NotSupportedError for what was asked, ModelError for the model's files, LibraryError
-    for the compiled kernels.
+    Raises ValueError, TypeError or NotSupportedError for what was asked, ModelError for the model's files,
+    NotEnoughMemoryError (a MemoryError and a ValueError) where it does not fit, LibraryError for the compiled kernels.
     """
 
     def __init__(
@@ -123,7 +125,12 @@ class LLM:
         self._abandoned: deque[list[str]] = deque()  # ids of dropped iterators that could not be aborted at once
         self._submitter: Submitter | None = None
         self._transformers_tokenizer: Any = None
-        self._assembly: Assembly | None = assemble(self.config)
+        self._fingerprint: str | None = None
+        self._assembly: Assembly | None = None
+        try:
+            self._assembly = assemble(self.config)
+        except NotEnoughMemoryError as error:
+            raise NotEnoughMemoryError(f"{error}{_open_elsewhere()}") from None
 
     def generate(
         self,
@@ -194,7 +201,8 @@ class LLM:
         on_error: "return": a prompt that fails is an output with `.error`; "raise": its RequestError ends the iterator.
 
         Outputs are those of `generate`. Other calls may run between two outputs; closing or dropping the iterator
-        aborts what is under way. A step of another call that fails ends it too, with finish_reason "abort".
+        aborts what is under way. A step of another call that fails ends it too, with finish_reason "abort". An
+        exception out of the iterator, KeyboardInterrupt too, has in `.outputs` what was not given out yet.
         """
         _check_on_error(on_error)
         if max_in_flight is not None and (not is_int(max_in_flight) or max_in_flight < 1):
@@ -387,6 +395,18 @@ class LLM:
         """Every token id is below it."""
         return self._open().builder.vocab_size
 
+    @property
+    def fingerprint(self) -> str:
+        """Of weights, tokenizer, template, dtype, kernels and the version of the numerics.
+
+        Engines with equal fingerprints give equal tokens to equal greedy or seeded requests. Large weight files are
+        sampled, not read whole.
+        """
+        assembly = self._open()
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(assembly.located, assembly.numerics)
+        return self._fingerprint
+
     def info(self) -> dict[str, Any]:
         """What this engine uses: kernels, dtype, sizes, and whether its tokens are `deterministic`."""
         return dict(self._open().info)
@@ -404,6 +424,9 @@ class LLM:
                 self._assembly = None
         if self._submitter is not None:
             self._submitter.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled: make one in each process; outputs and params can be")
 
     def __enter__(self) -> LLM:
         self._open()
@@ -505,6 +528,16 @@ class LLM:
             if not is_int(item):
                 raise ValueError(f"priority[{index}] must be an int, got {item!r}")
         return priority
+
+
+def _open_elsewhere() -> str:
+    """What to do about an LLM that this process still has open, an earlier one in a notebook, say."""
+    import gc
+
+    found = [o for o in gc.get_objects() if type(o) is LLM and o.__dict__.get("_assembly") is not None]
+    if not found:
+        return ""
+    return f"; an LLM of {found[0].config.model} is open in this process: close() it first"
 
 
 def _check_on_error(on_error: str) -> None:

@@ -79,6 +79,13 @@ class OpenRequests:
         abort_requests(self._assembly, self.request_ids)
         self._prompts.clear()
 
+    def abort_with_outputs(self) -> list[RequestOutput]:
+        """Like `abort`; gives what they had, also after a step that raised."""
+        aborted = abort_requests(self._assembly, self.request_ids)
+        outputs = [self._output(request) for request in aborted]
+        self._prompts.clear()
+        return outputs
+
     def _build(self, request_id: str, index: int, encoded: EncodedPrompt, params: SamplingParams) -> Request:
         builder = self._assembly.builder
         builder.check_params(params)
@@ -92,6 +99,6 @@ class OpenRequests:
         return RequestOutput.of_request(request, encoded.text, encoded.metadata, token_text)
 
 
-def abort_requests(assembly: Assembly, request_ids: Sequence[str]) -> None:
-    assembly.engine.abort(request_ids)
-    assembly.engine.take(request_ids)
+def abort_requests(assembly: Assembly, request_ids: Sequence[str]) -> list[Request]:
+    aborted = assembly.engine.abort(request_ids)
+    return aborted + assembly.engine.take(request_ids)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pagedllm.assembly import Assembly
+from pagedllm.call import attach_outputs
 from pagedllm.call_lock import CallLock
 from pagedllm.open_requests import OpenRequests, abort_requests
-from pagedllm.outputs import RequestOutput
+from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.prompts import Prompt
 from pagedllm.sampling_params import SamplingParams
 
@@ -52,11 +53,12 @@ class OutputIterator(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         try:
             output = self._next()
-            if output is not None and output.error is not None and self._raises:
-                raise output.error
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            attach_outputs(error, self._close_with_outputs())
             raise
+        if output is not None and output.error is not None and self._raises:
+            self.close()
+            raise output.error
         if output is None:
             self.close()
             raise StopIteration
@@ -78,6 +80,17 @@ class OutputIterator(Iterator[RequestOutput]):
                 self._lock.release()
         else:
             self._abandoned.append(request_ids)
+
+    def _close_with_outputs(self) -> RequestOutputs:
+        """Closes; what was not given out yet, in input order: finished ones whole, others as far as they came."""
+        outputs = list(self._finished.values())
+        if not self._is_closed and self._lock.acquire_if_free():
+            try:
+                outputs += self._requests.abort_with_outputs()
+            finally:
+                self._lock.release()
+        self.close()
+        return RequestOutputs(sorted(outputs, key=lambda output: output.index))
 
     def __del__(self) -> None:
         if hasattr(self, "_is_closed"):

@@ -178,7 +178,7 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+        backend = getattr(AutoTokenizer.from_pretrained(folder, local_files_only=True), "backend_tokenizer", None)
     except Exception as error:
         raise ModelError(f"{folder}: no {TOKENIZER_FILE}, and transformers cannot make one: {_line(error)}") from error
     if not isinstance(backend, Backend):

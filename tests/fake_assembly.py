@@ -176,6 +176,7 @@ def fake_assemble(
         block_size=config.block_size,
         bytes_per_block=1024,
         numerics={"dtype": "none", "kernels": "fake"},
+        located=config,
         info={
             "model": config.model,
             "device": "cpu",

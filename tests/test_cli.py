@@ -50,6 +50,21 @@ def files(tmp_path):
     return input, tmp_path / "out.jsonl"
 
 
+COMMANDS = (
+    ["run"],
+    ["status"],
+    ["merge"],
+    ["export"],
+    ["bench"],
+    ["bench", "throughput"],
+    ["doctor"],
+    ["cache"],
+    ["cache", "list"],
+    ["cache", "clear"],
+    ["demo"],
+)
+
+
 def run(*arguments) -> int:
     """The exit code, also where argparse ends."""
     try:
@@ -250,7 +265,7 @@ def test_flags_may_have_underscores_and_switches_a_no(files):
 
 
 def test_help_of_every_command_is_printed(capsys):
-    for command in ([], ["run"], ["status"], ["merge"], ["doctor"], ["bench"], ["bench", "throughput"]):
+    for command in ([], *COMMANDS):
         assert run(*command, "--help") == 0
         assert capsys.readouterr().out.startswith("usage: pagedllm")
 
@@ -279,7 +294,7 @@ def test_a_refused_job_imports_no_torch(tmp_path):
 
 def test_doctor_prints_findings_and_fails_if_one_does(capsys, monkeypatch):
     findings = [Finding("ok", "torch", "2.13"), Finding("warn", "gguf", "missing", "pip install gguf")]
-    monkeypatch.setattr("pagedllm.doctor.examine", lambda: iter(findings))
+    monkeypatch.setattr("pagedllm.doctor.examine", lambda model: iter(findings))
     assert run("doctor") == 0
     assert capsys.readouterr().out == "ok    torch         2.13\nwarn  gguf          missing -> pip install gguf\n"
     findings.append(Finding("fail", "kernels", "missing", "build them"))

@@ -25,11 +25,12 @@ EXAMPLES = {
     "pandas_column.py": r"Tokyo\s+Japan",
     "batch_job.py": r"(?s)too-long \| prompt_too_long: .*4 rows, 1 failed, [1-9].*reviews-report.html",
     "openai_batch.py": r"(?s)capital-of-japan \| .*Tokyo.*capital-of-france \| .*Paris.*with-tools \| .*tools",
+    "datasets_map.py": r"\{'city': 'Rome', 'country': ' Italy",
 }
 
 
 def test_some_page_has_code_that_runs() -> None:
-    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md"]
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md", "several-outputs.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
@@ -48,7 +49,7 @@ def test_an_example_runs_on_the_demo_model(name: str, demo_gguf: Path, tmp_path:
 
 
 def test_every_example_is_run() -> None:
-    others = {"show_answers.py"}  # run by `make demo`
+    others = {"show_answers.py", "fastapi_app.py", "celery_worker.py"}  # run by `make demo`, and by test_examples.py
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
 
 
@@ -82,6 +83,35 @@ def test_links_and_files_named_in_docs_exist(page: Path) -> None:
         files = re.findall(r"`((?:pagedllm|tests|csrc)/[a-z_0-9/]+(?:\.py|/))`", text)
         assert files
         assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_diagram_is_drawn_from_its_source(tmp_path: Path) -> None:
+    source = tmp_path / "architecture.diagram"
+    source.write_text((ROOT / "docs" / "architecture.diagram").read_text(encoding="utf-8"), encoding="utf-8")
+    run([sys.executable, str(ROOT / "docs" / "diagram.py"), str(source)], tmp_path)
+    drawn = source.with_suffix(".svg").read_text(encoding="utf-8")
+    assert drawn == (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8"), "run python docs/diagram.py"
+    assert "(architecture.svg)" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_files_named_in_the_diagram_exist() -> None:
+    text = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    named = re.findall(r"[a-z_/]+(?:\.py|/)", " ".join(re.findall(r'class="files"[^>]*>([^<]*)', text)))
+    assert len(named) > 10
+    for name in named:
+        places = [ROOT / name, *(ROOT / "pagedllm").glob(f"**/{name.rstrip('/')}")]
+        assert any(place.exists() for place in places), name
+
+
+def test_the_api_reference_builds_without_a_warning_and_has_every_public_name(tmp_path: Path) -> None:
+    import pagedllm
+
+    run([sys.executable, str(ROOT / "docs" / "reference" / "make.py"), str(tmp_path)], ROOT)
+    page = (tmp_path / "pagedllm.html").read_text(encoding="utf-8")
+    names = [name for name in pagedllm.__all__ if not name.startswith("_")]
+    assert [name for name in names if f'id="{name}"' not in page] == []
+    assert [name for name in names if not getattr(pagedllm, name).__doc__] == []
+    assert {"outputs.html", "errors.html"} <= {path.name for path in (tmp_path / "pagedllm").iterdir()}
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagedllm import LLM, RequestError, SamplingParams
+from pagedllm import LLM, RequestError, RequestOutput, SamplingParams
 from tests.fake_assembly import FakeRunner, fake_assemble
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -198,3 +198,33 @@ def test_too_few_params_are_an_error(llm):
         list(llm.generate_iter(["a", "b"], [GREEDY]))
     with pytest.raises(TypeError, match=r"sampling_params\[0\] must be a SamplingParams, got int"):
         list(llm.generate_iter(["a", "b"], [5]))
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_an_interrupt_has_what_was_not_given_out_finished_ones_whole_and_others_partial(llm, step):
+    expected = LLM("fake").generate(["a", "b", "c"], GREEDY)
+
+    def interrupt(number, plan):
+        if number == step:
+            raise KeyboardInterrupt
+
+    runner_of(llm).script = interrupt
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (5, 2, 90)]
+    given: list[RequestOutput] = []
+    with pytest.raises(KeyboardInterrupt) as caught:
+        given.extend(llm.generate_iter(["a", "b", "c"], params, ordered=True))
+    outputs = caught.value.outputs
+    assert sorted([o.index for o in outputs] + [o.index for o in given]) == [0, 1, 2]
+    num_whole = sum(o.finished for o in outputs)
+    assert str(caught.value).startswith(f"{num_whole} of {len(outputs)} outputs are finished: reach them by")
+    assert {o.index: o.finished for o in outputs} == {
+        i: i == 1 and step == 3 for i in range(3) if not (step == 6 and i < 2)
+    }
+    for output in outputs:
+        tokens = output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason == ("length" if output.finished else "abort")
+        assert tokens[:5] == expected[output.index].outputs[0].token_ids[: len(tokens[:5])]
+        assert output.finished or len(tokens) == step
+    runner_of(llm).script = lambda number, plan: None
+    assert_nothing_left(llm)
+    assert llm.generate(["a", "b", "c"], GREEDY).texts == expected.texts

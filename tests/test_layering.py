@@ -27,7 +27,8 @@ LAYER_OF = {
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
     **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
-    **dict.fromkeys(("cli", "doctor", "exit_codes", "flags", "self_test", "job_commands", "__main__"), "cli"),
+    **dict.fromkeys(("cli", "doctor", "exit_codes", "flags", "self_test", "job_commands", "machine_commands"), "cli"),
+    "__main__": "cli",
 }
 PLAN = "engine.scheduler_output"  # the contract between the scheduler and the torch side
 BELOW_RUNTIME = {"base", "ops", "model", "sampling", PLAN}

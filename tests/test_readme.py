@@ -117,10 +117,20 @@ def test_links_in_readme_lead_to_files(text: str) -> None:
     assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
 
 
-def test_first_screen_of_readme_holds_set_up_python_and_run(text: str) -> None:
-    first_screen = "\n".join(text.splitlines()[:45])
-    for promised in ("make demo", "from pagedllm import LLM", "pagedllm run", "| engine"):
+def test_first_forty_lines_of_readme_hold_set_up_python_run_peers_and_what_it_is_not(text: str) -> None:
+    first_screen = "\n".join(text.splitlines()[:40])
+    for promised in (
+        "make demo    # one minute",
+        "MB download",
+        "from pagedllm import LLM",
+        "pagedllm run",
+        "run the same line again: it continues",
+        "| engine",
+        " 2026: [how](docs/log.md)",
+        "It is not a server",
+    ):
         assert promised in first_screen
+    assert text.splitlines()[2].count(". ") == 0  # one sentence
 
 
 def write_outputs() -> None:

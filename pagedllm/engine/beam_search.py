@@ -9,12 +9,9 @@ the lower id. Knows nothing of requests and blocks; `families.BeamGroup` asks it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from pagedllm.beam_search_params import BeamSearchParams
@@ -38,20 +35,18 @@ class BeamSearch:
         self.is_finished = False
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
-        self._end_token_ids = np.array(sorted(end_token_ids), np.int32)
+        self._end_token_ids = end_token_ids
         self._max_output_tokens = max_output_tokens
 
     def advance(self, results: Sequence[TokenLogprobs]) -> list[tuple[int, int]]:
         """Takes the logprobs after each running beam, with the top `num_candidates` of the vocabulary or all of it;
         returns the (beam, token) that the next ones are made of, the best first. None of them once `is_finished`."""
-        beams, token_ids, sums = self._best_continuations(results)
         length = len(self.running[0].output) + 1
         is_last = length >= self._max_output_tokens
-        ends = np.isin(token_ids, self._end_token_ids)
         goes_on: list[Hypothesis] = []
         complete, chosen = list(self.complete), []
-        continuations = zip(beams.tolist(), token_ids.tolist(), sums.tolist(), ends.tolist(), strict=True)
-        for place, (beam, token_id, total, is_end) in enumerate(continuations):
+        for place, (beam, token_id, total) in enumerate(self._best_continuations(results)):
+            is_end = token_id in self._end_token_ids
             is_complete = is_end or is_last
             if not (place < self.width if is_complete else len(goes_on) < self.width):
                 continue
@@ -69,17 +64,17 @@ class BeamSearch:
         self.running = tuple(goes_on)
         return chosen
 
-    def _best_continuations(
-        self, results: Sequence[TokenLogprobs]
-    ) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArray[np.float32]]:
-        """(beam, token, sum of logprobs), each [K], the largest sum first."""
+    def _best_continuations(self, results: Sequence[TokenLogprobs]) -> Iterator[tuple[int, int, float]]:
+        """(beam, token, sum of logprobs) of K, the largest sum first."""
+        import numpy as np  # for searches only: the engine runs without
+
         token_ids = np.stack([result.token_ids[1:] for result in results])  # [beams, K]
         logprobs = np.stack([result.logprobs[1:] for result in results])
         before = np.array([hypothesis.cumulative_logprob for hypothesis in self.running], np.float32)
         sums = logprobs + before[:, None]
         beams = np.repeat(np.arange(len(results)), token_ids.shape[1])
         order = np.lexsort((token_ids.ravel(), beams, -sums.ravel()))[: self.num_candidates]
-        return beams[order], token_ids.ravel()[order], sums.ravel()[order]
+        return zip(beams[order].tolist(), token_ids.ravel()[order].tolist(), sums.ravel()[order].tolist(), strict=True)
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return float(cumulative_logprob / length**self._length_penalty)

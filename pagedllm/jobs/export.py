@@ -35,9 +35,8 @@ def export_results(output: str, target: str, *, overwrite: bool = False) -> int:
     check_output([final], target, [output] if os.path.exists(output) else [])
     if final.exists() and not overwrite:
         raise FileExistsError(errno.EEXIST, "the file exists; --overwrite replaces it", target)
-    files = JobFiles.of_job(output)
-    manifest, kind = files.manifest, kind_of(target)
-    assert manifest is not None
+    files = JobFiles(output)
+    manifest, kind = files.read(), kind_of(target)
     is_openai = manifest["lines"] == "openai"
     if is_openai and kind != "jsonl":
         raise ValueError(f"{target!r}: the results of OpenAI batch lines are JSON lines: name it .jsonl or .jsonl.gz")

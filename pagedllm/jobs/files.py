@@ -30,17 +30,30 @@ CHUNK_ROWS = 4096
 
 
 class JobFiles:
-    """A regular OUT and its companions. Raises as `check_output`, and FileExistsError for files of somebody else."""
+    """A regular OUT and its companions."""
 
-    def __init__(self, output: str, inputs: list[str], if_exists: IfExists) -> None:
+    def __init__(self, output: str) -> None:
         self.final = Path(os.path.realpath(output))
         self.kind, self.is_compressed = kind_of(output), is_compressed(output)
         self.partial = self.final.with_name(self.final.name + ".partial")
         self.manifest_path = manifest_path(output)
         self._new = self.final.with_name(self.final.name + ".new")
-        check_output([self.final, self.partial, self.manifest_path, self._new], output, inputs)
-        self.manifest = None if if_exists == "overwrite" else read_manifest(self.manifest_path)
+        self.manifest: dict[str, Any] | None = None
+        self._is_fresh = True
         self._journal: Journal | None = None
+        self._output = output
+
+    def read(self) -> dict[str, Any]:
+        """The manifest of the job that is there. Raises FileNotFoundError where there is none."""
+        self.manifest = read_manifest(self.manifest_path)
+        if self.manifest is None:
+            raise FileNotFoundError(errno.ENOENT, "no job wrote this file", self._output)
+        return self.manifest
+
+    def claim(self, inputs: list[str], if_exists: IfExists) -> None:
+        """Raises as `check_output`, and FileExistsError for files of somebody else."""
+        check_output([self.final, self.partial, self.manifest_path, self._new], self._output, inputs)
+        self.manifest = None if if_exists == "overwrite" else read_manifest(self.manifest_path)
         self._is_fresh = self.manifest is None
         if if_exists == "overwrite":
             return
@@ -50,14 +63,6 @@ class JobFiles:
                 text = "the output exists" if if_exists == "fail" else "this file is not of a job that can be continued"
                 text += "; if_exists='overwrite' (--if-exists overwrite) replaces it"
                 raise FileExistsError(errno.EEXIST, text, str(path))
-
-    @classmethod
-    def of_job(cls, output: str) -> JobFiles:
-        """Of a job that is there, for reading. Raises FileNotFoundError where there is none."""
-        files = cls(output, [], "resume")
-        if files.manifest is None:
-            raise FileNotFoundError(errno.ENOENT, "no job wrote this file", output)
-        return files
 
     @property
     def is_finished(self) -> bool:

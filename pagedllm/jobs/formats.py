@@ -9,7 +9,7 @@ are no rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
@@ -61,12 +61,10 @@ def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
 class PlainRows:
     """The plain rows of one job."""
 
-    def __init__(
-        self, prompts: PromptForm, find_clash: Callable[[Iterable[str]], str | None], *, is_table: bool = False
-    ) -> None:
-        """find_clash: of a row's fields, one that has the name of a result column; is_table: objects may be text."""
+    def __init__(self, prompts: PromptForm, reserved: Collection[str], *, is_table: bool = False) -> None:
+        """reserved: names that no field may have; is_table: objects may be JSON text."""
         self._prompts = prompts
-        self._find_clash = find_clash
+        self._reserved = reserved
         self._is_table = is_table
 
     def parse(self, line: bytes | None, index: int, fault: str = "") -> Row:
@@ -74,7 +72,7 @@ class PlainRows:
         raw: str | None = None
         try:
             values = parse_object(line, fault)
-            clash = self._find_clash(values)
+            clash = next((name for name in values if name in self._reserved), None)
             if clash is not None:
                 text = f"the field {clash!r} has the name of a result column: rename it"
                 return Row(index, Prompt(error=RequestError("invalid_json_line", text)))

@@ -24,6 +24,7 @@ from pagedllm.jobs.openai import OpenAILines, is_openai_line
 from pagedllm.jobs.options import JobOptions
 from pagedllm.jobs.runner import Job
 from pagedllm.jobs.source import Line, Source, find_inputs, is_compressed, kind_of
+from pagedllm.model.hub import find_cached
 from pagedllm.sampling_params import SamplingParams
 
 MAX_LINES_TO_A_ROW = 100  # read in search of one that tells its columns
@@ -66,7 +67,7 @@ def open_job(
         if columns is not None:
             form.check_columns(columns)
             prompts = prompts.bind(columns)
-        rows = PlainRows(prompts, form.clash, is_table=source.kind != "jsonl")
+        rows = PlainRows(prompts, form.reserved(), is_table=source.kind != "jsonl")
         job = Job(source, rest, files, checked, rows)
         job.notices += _notices(columns or ())
         yield job
@@ -83,7 +84,9 @@ def _open_output(input: str, output: str, options: JobOptions) -> JobFiles | Str
             if is_compressed(path):
                 raise ValueError(f"{path!r}: Parquet is compressed inside: leave .gz out")
     if not is_stream(output):
-        return JobFiles(output, paths, options.if_exists)
+        files = JobFiles(output)
+        files.claim(paths, options.if_exists)
+        return files
     if options.retry is not None:
         raise ValueError(f"retry={options.retry!r} needs a file as output: nothing of {output!r} can be continued")
     if kind_of(output) != "jsonl" or is_compressed(output):
@@ -138,7 +141,8 @@ def _is_finished(files: JobFiles, input: str, options: JobOptions, config: Engin
         return False
     to_retry = {"failed": manifest["failed"], "cut": manifest["cut"], None: 0}[options.retry]
     job = manifest["job"]
-    if to_retry or (job["model"], job["seed"]) != (model_digest(config), config.seed):
+    located = find_cached(config)
+    if to_retry or located is None or (job["model"], job["seed"]) != (model_digest(located), config.seed):
         return False
     given = json.loads(json.dumps(dict(options.sampling_params)))
     form = options.result_form().settings()

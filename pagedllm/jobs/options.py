@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.report_page import check_report_path
 from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
+from pagedllm.prompts import brief
 from pagedllm.sampling_params import SamplingParams, is_int
 
 IfExists = Literal["resume", "overwrite", "fail"]
@@ -61,6 +63,9 @@ class JobOptions:
         if self.report is not None:
             check_report_path(os.fspath(self.report))
         self._verify_texts()
+        for name, value in self.sampling_params.items():
+            if not _is_json(value):
+                raise ValueError(f"a job's sampling_params must be JSON values, got {name}={brief(value)}")
         refuse_prompt_logprobs(SamplingParams.from_json(self.sampling_params))
         self.result_form()
 
@@ -87,3 +92,11 @@ class JobOptions:
         keep = {"all": None, "none": ()}[self.keep] if isinstance(self.keep, str) else tuple(self.keep)
         n, logprobs = self.sampling_params.get("n"), self.sampling_params.get("logprobs")
         return ResultForm(1 if n is None else n, logprobs, keep, self.output_column, self.output_prefix)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -133,6 +133,11 @@ class PlannedWork:
                     self._finish(finished)
                 yield
 
+    @property
+    def is_scanned(self) -> bool:
+        """Whether the table has all rows of the job."""
+        return self._is_scanned
+
     def plan(self, *, measures: bool, always: bool = False) -> JobPlan:
         """What `steps` will do, for the first window. measures: how fast, if it is a long job, or `always`."""
         window, assembly = self._open_window(), self._assembly

@@ -74,7 +74,7 @@ def recover(
     form = ResultForm.of_settings(manifest["form"])
     cut = dict(_cut_states(manifest.get("cut_states", "")))
     ids = base64.b64decode(manifest.get("ids", ""))
-    naming = reader.renamed(PlainRows(prompts, lambda columns: None).parse)
+    naming = reader.renamed(PlainRows(prompts, ()).parse)
     results = read_results(files, form) if ids else _sorted_results(files, form)
     number = 0
     for chunk in chunked(results, CHUNK_ROWS):

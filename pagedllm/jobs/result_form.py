@@ -82,17 +82,17 @@ class ResultForm:
         for name in self.keep or ():
             if name not in columns:
                 raise ValueError(f"keep: {name!r} is no column: the columns are {', '.join(columns)}")
-        clash = self.clash(columns)
+        clash = next((name for name in columns if name in self.reserved()), None)
         if clash is not None:
             raise ValueError(
                 f"the field {clash!r} has the name of a result column: rename it, leave it out (--keep), or rename the "
                 "results (--output-column, --output-prefix)"
             )
 
-    def clash(self, columns: Iterable[str]) -> str | None:
-        """A column of the input that would stay and has the name of a result's."""
-        names = self.names().values()
-        return next((name for name in columns if name in names and (self.keep is None or name in self.keep)), None)
+    def reserved(self) -> frozenset[str]:
+        """Names that no column of the input may have, since it would stay beside a result's."""
+        names = frozenset(self.names().values())
+        return names if self.keep is None else names.intersection(self.keep)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises RequestError where a row's own parameters would give columns of another type, or none."""
@@ -118,7 +118,7 @@ class ResultForm:
 
     def line(self, raw: str | None, text: str, row: int) -> bytes:
         """A result line. text: the journal's columns as JSON without braces; row: of the input."""
-        if self.names() != {name: name for name in self.columns()}:
+        if self.output_prefix or self.output_column != "output":
             text = columns_text(self.named(json.loads(f"{{{text}}}"), row))
         else:
             text = f'{text}, "row": {row}'

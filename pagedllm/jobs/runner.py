@@ -261,10 +261,11 @@ class Job:
         def tell_scanned(table: RowTable, window: Window) -> None:
             if num_before:
                 text = f"continuing: {self.report.num_resumed:,} of {self._num_rows or len(table.rows):,} rows done"
-                changes = count_changes(journal, table, before.get("rows"))
+                changes = count_changes(journal, table, before.get("rows")) if work.is_scanned else ""
                 assembly.notices.tell(f"{text}{changes}", INFO)
                 facts["is_mixed"] = facts["is_mixed"] or before.get("input") != source.digest
-            files.note(job, "running", **facts, rows=len(table.rows), input=source.digest)
+            if work.is_scanned:
+                files.note(job, "running", **facts, rows=len(table.rows), input=source.digest)
 
         source = self._source
         work = PlannedWork(
@@ -351,7 +352,7 @@ def job_of(
 ) -> dict[str, Any]:
     """What two runs must agree in so that one may continue the other."""
     job = {
-        "model": model_digest(config),
+        "model": model_digest(assembly.located),
         "seed": config.seed,
         **assembly.numerics,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},

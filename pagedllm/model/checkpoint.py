@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -44,6 +45,14 @@ DTYPES = {
 ALL_ROWS = slice(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The weights on the disk; kind: what most of their values are, "bfloat16" or "4-bit"."""
+
+    num_bytes: int
+    kind: str
+
+
 class Checkpoint(Protocol):
     """Weights under their Hugging Face names, and the config in config.json's form."""
 
@@ -60,6 +69,11 @@ class Checkpoint(Protocol):
     def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
         """A new tensor: all of it, or a range of its first dimension."""
         ...
+
+
+Check = Callable[
+    [Checkpoint, Stored], None
+]  # looks at the headers before anything large is read; raises if they are no good
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,6 +126,15 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
         return self._files[name].read(name, rows)
+
+    @property
+    def stored(self) -> Stored:
+        num_values: Counter[str] = Counter()
+        for name in self._files:
+            num_values[str(self.dtype(name)).removeprefix("torch.")] += math.prod(self.shape(name))
+        files = {file.path for file in self._files.values()}
+        kind = num_values.most_common(1)[0][0] if num_values else "no tensors"
+        return Stored(sum(path.stat().st_size for path in files), kind)
 
     def _find_files(self) -> list[str]:
         """The files of the one set of weights that the folder holds."""

@@ -7,6 +7,7 @@ folder (`open_gguf`, gguf_cache.py). Needs the extra `gguf`, whose dequantizatio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import ALL_ROWS, Checkpoint, SafetensorsCheckpoint
+from pagedllm.model.checkpoint import ALL_ROWS, Check, Checkpoint, SafetensorsCheckpoint, Stored
 from pagedllm.model.gguf_config import find_architecture, hf_config, hf_generation_config
 from pagedllm.model.gguf_header import GGUFHeader, TensorInfo
 from pagedllm.model.gguf_tensors import Source, find_sources, row_order
@@ -103,12 +104,35 @@ class GGUFCheckpoint:
         return values.copy() if info.type_name == "F32" else values
 
 
-def open_gguf(file: Path | str, dtype: str = "bfloat16", cache_dir: Path | None = None) -> Checkpoint:
-    """The cached conversion of the file, made now if there is none; the file itself where no cache can be written."""
+def open_gguf(
+    file: Path | str, dtype: str = "bfloat16", cache_dir: Path | None = None, check: Check | None = None
+) -> Checkpoint:
+    """The cached conversion of the file, made now if there is none; the file itself where no cache can be written.
+
+    check: is given the checkpoint, before any conversion, and how the file stores it.
+    """
     from pagedllm.model.gguf_cache import convert_gguf
 
-    folder = convert_gguf(file, cache_dir, dtype)
-    return SafetensorsCheckpoint(folder) if folder is not None else GGUFCheckpoint(file)
+    header = GGUFHeader(Path(file))
+    stored = stored_in(header)
+    checked: list[Checkpoint] = []
+
+    def check_first(checkpoint: Checkpoint) -> None:
+        checked.append(checkpoint)
+        if check is not None:
+            check(checkpoint, stored)
+
+    folder = convert_gguf(file, cache_dir, dtype, header=header, check=check_first)
+    checkpoint = SafetensorsCheckpoint(folder) if folder is not None else GGUFCheckpoint(file, header)
+    if not checked:
+        check_first(checkpoint)
+    return checkpoint
+
+
+def stored_in(header: GGUFHeader) -> Stored:
+    """Q4_K is 4-bit, BF16 16-bit."""
+    bits = re.search(r"\d+", header.main_type)
+    return Stored(len(header.data), f"{bits[0]}-bit" if bits else header.main_type)
 
 
 def _need_gguf() -> None:

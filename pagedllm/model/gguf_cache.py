@@ -17,11 +17,13 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import torch
 
+from pagedllm.model.cache_folder import cache_folder
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import GGUFHeader
 
@@ -37,20 +39,28 @@ ABANDONED_SECONDS = 3600  # a conversion this old was killed
 logger = logging.getLogger("pagedllm")
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("PAGEDLLM_CACHE") or Path.home() / ".cache" / "pagedllm")
+def convert_gguf(
+    file: Path | str,
+    cache_dir: Path | None = None,
+    dtype: str = "bfloat16",
+    *,
+    header: GGUFHeader | None = None,
+    check: Callable[[GGUFCheckpoint], None] | None = None,
+) -> Path | None:
+    """The converted folder, or None, with a notice, where it cannot be written: no room, or no right to.
 
-
-def convert_gguf(file: Path | str, cache_dir: Path | None = None, dtype: str = "bfloat16") -> Path | None:
-    """The converted folder, or None, with a notice, where it cannot be written: no room, or no right to."""
+    header: the file's, where the caller has read it. check: called before a conversion, which it may stop by raising.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    header = GGUFHeader(Path(file))
+    header = header or GGUFHeader(Path(file))
     parent = (cache_dir or cache_folder()) / "gguf"
     folder = parent / f"{header.path.stem[:80]}-{_key(header, dtype)}"
     if folder.is_dir():
         return folder
     checkpoint = GGUFCheckpoint(file, header)
+    if check is not None:
+        check(checkpoint)
     needed = sum(_num_values(checkpoint, name) for name in checkpoint.names()) * DTYPES[dtype][2]
     try:
         parent.mkdir(parents=True, exist_ok=True)

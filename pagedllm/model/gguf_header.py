@@ -8,8 +8,10 @@ allocated, and every fault is a ModelError of one line. The file is mapped, not 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +94,14 @@ class GGUFHeader:
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             raise ModelError(f"{self.path}: general.alignment must be a power of two >= 8, got {alignment!r}")
         return alignment
+
+    @property
+    def main_type(self) -> str:
+        """The type of most values: "Q4_K", say."""
+        num_values: Counter[str] = Counter()
+        for info in self.tensors.values():
+            num_values[info.type_name] += math.prod(info.shape)
+        return num_values.most_common(1)[0][0] if num_values else "no tensors"
 
     @cached_property
     def header_bytes(self) -> bytes:

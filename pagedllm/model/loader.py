@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import Checkpoint, SafetensorsCheckpoint
+from pagedllm.model.checkpoint import Check, Checkpoint, SafetensorsCheckpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
@@ -33,24 +33,31 @@ def open_checkpoint(
     load_format: str = "auto",
     gguf_file: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    check: Check | None = None,
 ) -> Checkpoint:
     """A folder of safetensors, a GGUF file, or a folder that holds one (`gguf_file` chooses among several).
 
-    dtype: what GGUF's quantized tensors become in the cached conversion; safetensors are read as they are.
+    dtype: what GGUF's quantized tensors become in the cached conversion; safetensors are read as they are. check: see
+    there; called once, before a GGUF file is converted.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
     path = Path(model)
     if not path.exists():
-        raise ModelError(f"{path} does not exist: pass the path of a model folder or of a GGUF file")
+        raise ModelError(
+            f"{path} does not exist: pass the path of a model folder or of a GGUF file, or a Hugging Face id"
+        )
     gguf = _find_gguf(path, load_format, gguf_file)
     if gguf is not None:
         from pagedllm.model.gguf import open_gguf  # needs the extra `gguf`
 
-        return open_gguf(gguf, str(dtype).removeprefix("torch."))
+        return open_gguf(gguf, str(dtype).removeprefix("torch."), check=check)
     if path.is_file():
         raise ModelError(f"{path} is a file: pass the folder that holds it, with config.json and the tokenizer")
-    return SafetensorsCheckpoint(path)
+    checkpoint = SafetensorsCheckpoint(path)
+    if check is not None:
+        check(checkpoint, checkpoint.stored)
+    return checkpoint
 
 
 def _find_gguf(path: Path, load_format: str, gguf_file: str | None) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pagedllm.config import EngineConfig
-from pagedllm.errors import NotSupportedError
+from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
 from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
 
 GIB = 1 << 30
@@ -107,7 +107,7 @@ def resolve_pool(config: EngineConfig, *, max_position: int, bytes_per_block: in
         source = f"{free_bytes / GIB:.2f} GiB free x gpu_memory_utilization={config.gpu_memory_utilization}"
     num_blocks = budget // bytes_per_block
     if num_blocks < 1:
-        raise ValueError(f"no memory for a KV cache: {source} holds no block of {bytes_per_block:,} bytes")
+        raise NotEnoughMemoryError(f"no memory for a KV cache: {source} holds no block of {bytes_per_block:,} bytes")
     notice = None
     longest = num_blocks * block_size
     if wanted_len > longest:

@@ -61,7 +61,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, bad_words=["e", "the", "fox jumps"]),
     SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=80, min_tokens=60, logprobs=0),
-    SamplingParams(n=3, temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=40),
+    SamplingParams(n=2, temperature=0.8, top_p=0.95, top_k=50, seed=2, max_tokens=40),
     SamplingParams(temperature=0, max_tokens=50, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=1),
     SamplingParams(
         temperature=1.2, min_p=0.02, seed=3, min_tokens=40, max_tokens=70, logits_processors=[downhill], logprobs=1
@@ -71,8 +71,8 @@ PARAMS = [
 ]
 
 
-BEAM_PROMPTS = [SHARED * 2, "one two three four", SHARED + "one"]
-BEAMS = BeamSearchParams(2, 20)  # the starved pool just holds both
+BEAM_PROMPTS = [SHARED * 2, SHARED + "one"]
+BEAMS = BeamSearchParams(2, 14)  # the starved pool just holds both
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
 import pytest
 
 from pagedllm import LLM
+from pagedllm.jobs.source import Source
 from tests.fake_assembly import fake_assemble
 
 NASTY = [
@@ -82,3 +84,43 @@ def test_every_hostile_line_is_answered(tmp_path, monkeypatch, first, num_lines,
         assert [answer["row"] for answer in answers] == list(range(len(lines)))
         assert {type(answer["error"]) for answer in answers} == {str}
         assert all((answer["output"] is None) == bool(answer["error"]) for answer in answers)
+
+
+CELLS = [
+    b"a",
+    b'"a, b"',
+    b'"two\nlines"',
+    b'"say ""hi"""',
+    b'5" pipe',
+    b"\xff\xfe",
+    b"\x00",
+    b"",
+    b'"',
+    b'"never closed',
+    b"=1+1",
+]
+OBJECTS = [b"", b'"{""max_tokens"": 1}"', b"{}", b"{", b'"[1]"', b'"{""top_p"": 7}"', b'"{""x"": NaN}"']
+
+
+@pytest.mark.parametrize("output", ["out.csv", "out.jsonl"])
+@pytest.mark.parametrize(("num_records", "seed"), [(400, 0), pytest.param(10_000, 1, marks=pytest.mark.slow)])
+def test_every_hostile_record_is_answered(tmp_path, monkeypatch, output, num_records, seed):
+    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+    rng = random.Random(seed)
+    lines = [b"id,prompt,sampling_params"]
+    for _ in range(num_records):
+        line = b",".join(
+            [rng.choice(CELLS), rng.choice(CELLS), rng.choice(OBJECTS), *[b"more"] * (rng.random() < 0.05)]
+        )
+        lines.append(line if rng.random() < 0.8 else line[: rng.randrange(len(line) + 1)])
+    (tmp_path / "in.csv").write_bytes(rng.choice([b"\n", b"\r\n"]).join(lines))
+    with LLM("fake") as llm:
+        params = {"max_tokens": 2}
+        report = llm.run_file(tmp_path / "in.csv", tmp_path / output, sampling_params=params, max_failed=1.0)
+        again = llm.run_file(tmp_path / "in.csv", tmp_path / output, sampling_params=params, max_failed=1.0)
+    with contextlib.closing(Source(str(tmp_path / output))) as source:
+        answers = [json.loads(line.text) for line in source.lines()]
+    assert [int(answer["row"]) for answer in answers] == list(range(report.num_rows))
+    assert sum(bool(answer["error"]) for answer in answers) == report.num_failed == again.num_failed
+    assert 0 < report.num_failed < report.num_rows == again.num_rows
+    assert again.num_resumed == report.num_rows

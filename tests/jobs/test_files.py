@@ -25,7 +25,9 @@ def input(tmp_path):
 
 
 def files_of(output, input, if_exists="resume") -> JobFiles:
-    return JobFiles(str(output), [str(input)], if_exists)
+    files = JobFiles(str(output))
+    files.claim([str(input)], if_exists)
+    return files
 
 
 def test_a_journal_line_is_on_disk_at_once_and_found_again(tmp_path):

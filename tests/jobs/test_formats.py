@@ -13,7 +13,7 @@ from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.result_form import ResultForm
 
 COLUMNS = {"output": "x", "row": 0}
-parse_row = PlainRows(PromptForm(), ResultForm().clash).parse
+parse_row = PlainRows(PromptForm(), ResultForm().reserved()).parse
 
 
 def read_rows(stream: io.BytesIO) -> list[Row]:

@@ -232,7 +232,12 @@ def test_a_clash_of_names_in_the_first_row_is_refused_before_a_model_is_needed(t
 
 @pytest.mark.parametrize(
     ("params", "error"),
-    [({"top_p": 7}, ValueError), ({"logprobs": -2}, ValueError), ({"prompt_logprobs": 2}, NotSupportedError)],
+    [
+        ({"top_p": 7}, ValueError),
+        ({"logprobs": -2}, ValueError),
+        ({"logits_processors": [print]}, ValueError),
+        ({"prompt_logprobs": 2}, NotSupportedError),
+    ],
 )
 def test_given_parameters_are_checked_before_a_model_is_needed(tmp_path, params, error):
     (tmp_path / "in").write_text("{}")

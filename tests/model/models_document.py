@@ -103,9 +103,6 @@ def document() -> str:
     lists = {"types": types, "activations": activations}
     words = {key: ", ".join(f"`{name}`" for name in names) for key, names in lists.items()}
     return HEAD.format(**words) + "".join(rows)
-        types=", ".join(f"`{entry[0]}`" for entry in TENSOR_TYPES.values()),
-        activations=", ".join(f"`{name}`" for name in sorted(ACTIVATIONS)),
-    ) + "".join(rows)
 
 
 if __name__ == "__main__":
