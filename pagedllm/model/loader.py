@@ -92,11 +92,7 @@ def load_model(
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit."""
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
-    if config.head_dim not in backend.supported_head_dims:
-        raise ModelError(
-            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
-            f"{', '.join(map(str, backend.supported_head_dims))}"
-        )
+    check_head_dim(checkpoint, config, backend)
     decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
     checkpoint = family.unpacked(checkpoint) if family.unpacked else checkpoint
     family = family.of_checkpoint(config, checkpoint.names())
@@ -107,6 +103,14 @@ def load_model(
         if name in slots:
             _fill(slots[name], checkpoint, name)
     return decoder
+
+
+def check_head_dim(checkpoint: Checkpoint, config: ModelConfig, backend: AttentionBackend) -> None:
+    if config.head_dim not in backend.supported_head_dims:
+        raise ModelError(
+            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
+            f"{', '.join(map(str, backend.supported_head_dims))}"
+        )
 
 
 def _fill(slot: WeightSlot, checkpoint: Checkpoint, name: str) -> None:

@@ -16,7 +16,7 @@ from pagedllm.errors import NotEnoughMemoryError
 from pagedllm.model.checkpoint import Checkpoint, Stored
 from pagedllm.model.decoder import weight_bytes
 from pagedllm.model.hub import locate
-from pagedllm.model.loader import open_checkpoint
+from pagedllm.model.loader import check_head_dim, open_checkpoint
 from pagedllm.model.registry import read_model_config
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import read_memory_limits
@@ -53,9 +53,10 @@ class Footprint:
 
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
-    """Raises ModelError where config.json is not understood."""
+    """Raises ModelError where config.json is not understood, or the kernels do not have its heads' size."""
     model = read_model_config(checkpoint.config, checkpoint.path)
     backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
+    check_head_dim(checkpoint, model, backend)
     longest = min(model.max_position, config.max_model_len or model.max_position, REQUEST_TOKENS)
     num_blocks = -(-longest // config.block_size)
     return Footprint(
