@@ -66,24 +66,28 @@ class GGUFCheckpoint:
         return torch.stack(parts, -1).flatten(-2)[rows]
 
     def _read_part(self, source: Source, file: str, rows: slice, dtype: torch.dtype) -> Tensor:
-        """One tensor of the file, its rows in the checkpoint's order."""
+        """One tensor of the file, its rows (of a vector, its values) in the checkpoint's order."""
         info = self.header.tensors[file]
         raw, shape = self.header.raw(info), info.shape
         if source.index is not None:
             raw, shape = raw.reshape(shape[0], -1, raw.shape[-1])[source.index], shape[1:]
-        raw = raw.reshape(shape[0], -1, raw.shape[-1] if len(shape) > 1 else raw.size // shape[0])
+        order: slice | NDArray[np.intp] = ALL_ROWS
         if source.order:
-            raw = raw[row_order(source.order, file, shape[0], self.config, self.header)]
-        raw = raw[rows]
+            order = row_order(source.order, file, shape[0], self.config, self.header)
+        if len(shape) == 1:
+            values = self._dequantize(info, raw.reshape(1, -1)).reshape(-1)[order][rows]
+            return torch.from_numpy(values - np.float32(source.offset)).to(dtype)
+        raw = raw.reshape(shape[0], -1, raw.shape[-1])[order][rows]
         tensor = torch.empty(len(raw), *shape[1:], dtype=dtype, device="cpu")
-        raw = raw.reshape(-1, raw.shape[-1])
-        values_of = tensor.view(len(raw), -1)
-        step = max(1, SLAB_VALUES // values_of.shape[1])
-        for start in range(0, len(raw), step):
-            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
-            values_of[start : start + step] = values - source.offset if source.offset else values
+        self._fill(tensor.view(-1, shape[-1]), raw.reshape(-1, raw.shape[-1]), info, source.offset)
         self.header.release(info)
         return tensor
+
+    def _fill(self, matrix: Tensor, raw: NDArray[np.uint8], info: TensorInfo, offset: float) -> None:
+        step = max(1, SLAB_VALUES // matrix.shape[1])
+        for start in range(0, len(raw), step):
+            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
+            matrix[start : start + step] = values - offset if offset else values
 
     def _source(self, name: str) -> Source:
         if name not in self._sources:

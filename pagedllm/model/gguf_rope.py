@@ -59,6 +59,8 @@ def longrope_scaling(
         if present or attention_factor != 1.0:
             raise ModelError(f"{keys.path}: {' and '.join(present) or 'neither'} of {SHORT_FACTORS} and {LONG_FACTORS}")
         return None
+    if original < 2:
+        raise ModelError(f"{keys.path}: {keys.prefix}rope.scaling.original_context_length must be above 1")
     config["original_max_position_embeddings"] = original
     short, long = ([float(str(value)) for value in read(name)] for name in (SHORT_FACTORS, LONG_FACTORS))
     scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}

@@ -72,10 +72,12 @@ def _of_layer(header: GGUFHeader, name: str, prefix: str, place: Place | None, k
         if partner not in header.tensors or header.tensors[partner].shape != header.tensors[name].shape:
             raise ModelError(f"{header.path}: tensor {partner} of the shape of {name} is missing")
         files = (name, partner)
+    is_transposed = place.is_transposed and kind == "weight"
+    if len(header.tensors[name].shape) < (2 if "{}" in place.module or is_transposed else 1):
+        raise ModelError(f"{header.path}: tensor {name} has one dimension, two or more are expected")
     suffix = f".{kind}"
     if place.is_parameter:
         suffix = "" if kind == "weight" else "_bias"
-    is_transposed = place.is_transposed and kind == "weight"
     if "{}" not in place.module:
         return {f"{prefix}{place.module}{suffix}": Source(files, None, place.order, place.offset, is_transposed)}
     return {
