@@ -26,6 +26,7 @@ _HOME = {
     "RequestError": "pagedllm.errors",
     "RequestOutput": "pagedllm.outputs",
     "SamplingParams": "pagedllm.sampling_params",
+    "StructuredOutputsParams": "pagedllm.structured_outputs",
 }
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from pagedllm.llm import LLM
     from pagedllm.outputs import CompletionOutput, RequestOutput
     from pagedllm.sampling_params import SamplingParams
+    from pagedllm.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -156,12 +156,16 @@ class Call:
                 outputs.append(output)
         return outputs
 
+    def requests(self) -> list[Request]:
+        """What ran for each prompt, in input order, where none was refused; duplicates are one object."""
+        return [self._requests[self._duplicate_of.get(index, index)] for index in range(len(self._prompts))]
+
     def _plan(self) -> None:
         """Ranks the requests by prefix and expected length, and finds those that need not run."""
         names: dict[int, str] = {}  # by id of params
         indices = list(self._requests)
         prompts = [array("i", self._requests[index].token_ids).tobytes() for index in indices]
-        keys: list[tuple[bytes, str] | None] = []
+        keys: list[tuple[bytes, str, int] | None] = []
         for prompt, index in zip(prompts, indices, strict=True):
             params = self._requests[index].sampling_params
             draws_its_own = not params.is_greedy and params.seed in (None, -1)
@@ -170,7 +174,7 @@ class Call:
                 continue
             if id(params) not in names:
                 names[id(params)] = repr(params)
-            keys.append((prompt, names[id(params)]))
+            keys.append((prompt, names[id(params)], self._requests[index].num_unscored_tokens))
         duplicate_of = find_duplicates(keys)
         self._duplicate_of = {indices[i]: indices[j] for i, j in enumerate(duplicate_of) if j is not None}
         to_run = np.array([i for i, j in enumerate(duplicate_of) if j is None], np.int32)

@@ -105,6 +105,12 @@ def add_row_flags(run: argparse.ArgumentParser) -> None:
     texts.add_argument("--template", metavar="TEXT", help="the prompt, with {column} for the columns of a row")
     texts.add_argument("--template-file", metavar="FILE", help="the same from a file")
     group.add_argument("--chat", action="store_true", help="make each prompt one user message")
+    group.add_argument(
+        "--task",
+        choices=("generate", "loglikelihood"),
+        default="generate",
+        help="loglikelihood scores each row's `continuation` instead of writing one (default: generate)",
+    )
     texts = group.add_mutually_exclusive_group()
     texts.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
     texts.add_argument("--system-file", metavar="FILE", help="the same from a file")
@@ -160,6 +166,7 @@ def run_command(args: argparse.Namespace) -> int:
                     max_failed=args.max_failed,
                     report=args.report,
                     report_text=args.report_text,
+                    task=args.task,
                     template=_text(args.template, args.template_file),
                     chat=args.chat,
                     system=_text(args.system, args.system_file),

@@ -22,12 +22,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "generation_config": ("auto", "none"),
     "load_format": ("auto", "safetensors", "gguf"),
     "model_impl": ("auto",),
-    "logprobs_mode": ("raw_logprobs",),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
 }
 # Values that belong to a field but are not here yet, with the way out.
 LATER: dict[str, dict[str, str]] = {
     "model_impl": {"transformers": "leave it 'auto'", "pagedllm": "leave it 'auto'"},
-    "logprobs_mode": {"processed_logprobs": "leave it 'raw_logprobs'"},
 }
 
 

@@ -18,7 +18,11 @@ from typing import Literal
 from pagedllm.errors import PagedLLMError
 
 REQUIRED = {"torch": (2, 10), "transformers": (4, 57), "safetensors": (0, 5), "numpy": (1, 26), "tqdm": (4, 66)}
-EXTRAS = {"gguf": "GGUF files"}
+EXTRAS = {  # module -> extra, what needs it
+    "gguf": ("gguf", "GGUF files"),
+    "pyarrow": ("tables", "Parquet files"),
+    "matplotlib": ("charts", "reports with charts"),
+}
 GIB = 1 << 30
 MIN_FREE_BYTES = 1 * GIB
 MIN_CACHE_BYTES = 1 * GIB  # a conversion of a small model
@@ -164,9 +168,9 @@ def check_cache() -> Finding:
 
 
 def check_extras() -> Iterator[Finding]:
-    for name, purpose in EXTRAS.items():
+    for name, (extra, purpose) in EXTRAS.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding("warn", name, f"missing: {purpose} cannot be read", f"pip install 'pagedllm[{name}]'")
+            yield Finding("warn", name, f"missing: no {purpose}", f"pip install 'pagedllm[{extra}]'")
         else:
             yield Finding("ok", name, f"{importlib.metadata.version(name)}, for {purpose}")
 

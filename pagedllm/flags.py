@@ -42,11 +42,11 @@ LLM_HELP = {
     "load_format": "auto, safetensors or gguf",
     "gguf_file": "the file to take where the model is a folder of several",
     "model_impl": "auto",
-    "logprobs_mode": "raw_logprobs",
+    "logprobs_mode": "raw_logprobs, or processed_logprobs: of the distribution that is drawn from",
     "max_logprobs": "largest logprobs a request may ask for",
 }
 SAMPLING_HELP = {
-    "n": "outputs per prompt; only 1 in files yet",
+    "n": "outputs per prompt: the columns of each become lists",
     "temperature": "0 to 2; 0 is greedy",
     "top_p": "share of the probability to sample from, (0, 1]",
     "top_k": "sample from the k likeliest; 0 = off",
@@ -64,11 +64,11 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text",
     "spaces_between_special_tokens": "put spaces between them",
     "logprobs": "not supported in files yet",
-    "prompt_logprobs": "not supported yet",
+    "prompt_logprobs": "not for files: --task loglikelihood scores texts",
     "logit_bias": 'JSON object: {"id": number}',
     "bad_words": "text that never comes, with or without a space before it; may be given again",
     "allowed_token_ids": "ids to sample from, no others: 1,2,3",
-    "structured_outputs": "not supported yet",
+    "structured_outputs": 'JSON object: {"choice": ["a", "b"]}',
 }
 
 
@@ -100,6 +100,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(SamplingParams):
         if field.name not in NO_SAMPLING_FLAG:
             _add(group, field, SAMPLING_PREFIX + field.name, argparse.SUPPRESS, SAMPLING_HELP[field.name])
+    group.add_argument(
+        "--choice",
+        dest=SAMPLING_PREFIX + "structured_outputs",
+        type=_choices,
+        default=argparse.SUPPRESS,
+        metavar="A,B",
+        help="the output is one of these texts",
+    )
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +148,7 @@ class _Switch(argparse.BooleanOptionalAction):
 def _converter(name: str, kind: str) -> tuple[Callable[[str], Any], str]:
     if name in ("stop_token_ids", "allowed_token_ids"):
         return _ids, "IDS"
-    if name == "logit_bias":
+    if name in ("logit_bias", "structured_outputs"):
         return _object, "JSON"
     if kind.startswith("int"):
         return (_int_or_none if "None" in kind else int), "N"
@@ -158,6 +166,10 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(text)
     return value
+
+
+def _choices(text: str) -> dict[str, Any]:
+    return {"choice": text.split(",")}
 
 
 def _int_or_none(text: str) -> int | None:

@@ -24,8 +24,10 @@ from pagedllm.open_requests import OpenRequests, abort_requests
 from pagedllm.output_iterator import OutputIterator, pairs
 from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.prompts import Prompt, iter_prompts, parse_conversations, parse_one, parse_prompts
-from pagedllm.request_builder import ChatOptions
+from pagedllm.request_builder import ChatOptions, EncodedPrompt
 from pagedllm.sampling_params import SamplingParams, is_int
+from pagedllm.scoring import SCORING
+from pagedllm.scoring_methods import ScoringMethods
 from pagedllm.submitter import Submitter
 from pagedllm.vllm_keywords import FOREIGN_LLM_KEYWORDS
 
@@ -38,12 +40,13 @@ if TYPE_CHECKING:
     from pagedllm.jobs.plan import JobPlan
     from pagedllm.jobs.report import JobReport
     from pagedllm.jobs.runner import Job
+    from pagedllm.request import Request
 
 OnError = Literal["raise", "return"]
 
 
 @checks_keywords(RENAMED_LLM_KEYWORDS, FOREIGN_LLM_KEYWORDS)
-class LLM:
+class LLM(ScoringMethods):
     """A model, ready to generate. `close()` or `with` gives its memory back.
 
     model: a folder (config.json, safetensors, tokenizer), a GGUF file, or a Hugging Face id ("organisation/name"),
@@ -311,6 +314,7 @@ class LLM:
         output: str | os.PathLike[str],
         *,
         sampling_params: Mapping[str, Any] | None = None,
+        task: Literal["generate", "loglikelihood"] = "generate",
         if_exists: IfExists = "resume",
         retry: Retry | None = None,
         limit: int | None = None,
@@ -332,6 +336,8 @@ class LLM:
         and any other fields, which come back with the result's columns. The row's own sampling_params come first, then
         those given here (a dict of fields), then the model's generation_config.json, then the neutral defaults.
 
+        task: "loglikelihood" scores each row's `continuation` after its prompt, instead of writing one: no sampling
+            parameters then, and the columns logprob, is_greedy, token_ids and token_logprobs besides.
         if_exists: "resume" continues what an earlier run of the same job left (in OUT.partial) and computes what is new
             in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
             length, are run again, the latter from where they stopped. limit: the first rows only. shard: (i, n), every
@@ -353,6 +359,7 @@ class LLM:
             output,
             config=self.config,
             sampling_params=sampling_params,
+            task=task,
             if_exists=if_exists,
             retry=retry,
             limit=limit,
@@ -493,6 +500,28 @@ class LLM:
         if on_error == "raise":
             call.raise_if_failed(outputs)
         return outputs
+
+    def _run_scoring(self, prompts: Sequence[EncodedPrompt], use_tqdm: bool | Callable[..., Any]) -> list[Request]:
+        """Checked prompts, of which all tokens behind the context are scored."""
+        assembly = self._open()
+        self._abort_abandoned(assembly)
+        call = Call(
+            assembly,
+            "prompts",
+            prompts,
+            [SCORING] * len(prompts),
+            call_number=self._num_calls,
+            first_request_number=self._num_requests,
+            priorities=[0] * len(prompts),
+        )
+        call.raise_if_refused()
+        self._num_calls += 1
+        self._num_requests += len(prompts)
+        call.run(use_tqdm)
+        requests = call.requests()
+        if any(request.error is not None for request in requests):
+            call.raise_if_failed(call.outputs())
+        return requests
 
     def _params(
         self, assembly: Assembly, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

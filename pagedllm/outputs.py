@@ -7,9 +7,10 @@ RequestOutputs is the list of a call, in input order; RequestOutput one prompt's
 from __future__ import annotations
 
 import html
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagedllm.errors import RequestError
-    from pagedllm.request import Request, TokenLogprobs
+    from pagedllm.request import LogprobRows, Request, TokenLogprobs
 
 RESULT_COLUMNS = ("output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row")
 
@@ -31,32 +32,23 @@ class Logprob:
     decoded_token: str
 
 
-class LogprobDicts(Sequence[dict[int, Logprob]]):
-    """One dict per output token, as in vLLM: {token id: Logprob}, the sampled token first. Built on access."""
+Entry = TypeVar("Entry")
 
-    def __init__(self, positions: Sequence[TokenLogprobs], token_texts: Mapping[int, str]) -> None:
-        self._positions = tuple(positions)
-        self._token_texts = token_texts
 
-    def __len__(self) -> int:
-        return len(self._positions)
+class _Dicts(Sequence[Entry]):
+    """Dicts of logprobs, one a token, built on access."""
+
+    @abstractmethod
+    def _build(self, index: int) -> Entry: ...
 
     @overload
-    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    def __getitem__(self, index: int) -> Entry: ...
     @overload
-    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
-    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
         if isinstance(index, slice):
-            return [self._build(position) for position in self._positions[index]]
-        return self._build(self._positions[index])
-
-    def _build(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        ids, values = position.token_ids.tolist(), position.logprobs.tolist()
-        entries = {ids[0]: Logprob(values[0], position.sampled_rank, self._token_texts[ids[0]])}
-        for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
-            if token_id not in entries:
-                entries[token_id] = Logprob(value, rank, self._token_texts[token_id])
-        return entries
+            return [self._build(place) for place in range(len(self))[index]]
+        return self._build(range(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -65,6 +57,61 @@ class LogprobDicts(Sequence[dict[int, Logprob]]):
 
     def __repr__(self) -> str:
         return f"<logprobs of {len(self)} tokens>"
+
+
+class LogprobDicts(_Dicts[dict[int, Logprob]]):
+    """One dict per output token, as in vLLM: {token id: Logprob}, the sampled token first."""
+
+    def __init__(self, positions: Sequence[TokenLogprobs], token_texts: Mapping[int, str]) -> None:
+        self._positions = tuple(positions)
+        self._token_texts = token_texts
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def _build(self, index: int) -> dict[int, Logprob]:
+        position = self._positions[index]
+        return _entries(position.token_ids, position.logprobs, position.sampled_rank, self._token_texts)
+
+
+class PromptLogprobs(_Dicts[dict[int, Logprob] | None]):
+    """One dict per prompt token, as in vLLM: {token id: Logprob}, the prompt's own token first; the first is None.
+
+    token_logprobs [num_prompt_tokens] float32: those of the prompt's own tokens, the first NaN.
+    """
+
+    def __init__(self, rows: LogprobRows, num_prompt_tokens: int, token_texts: Mapping[int, str]) -> None:
+        """rows: of the prompt's last tokens; those before them have None."""
+        self.rows = rows
+        self._num_unscored = num_prompt_tokens - len(rows.ranks)
+        self._token_texts = token_texts
+
+    def __len__(self) -> int:
+        return self._num_unscored + len(self.rows.ranks)
+
+    @property
+    def token_logprobs(self) -> NDArray[np.float32]:
+        import numpy as np
+
+        return np.concatenate((np.full(self._num_unscored, np.nan, np.float32), self.rows.logprobs[:, 0]))
+
+    def _build(self, index: int) -> dict[int, Logprob] | None:
+        rows, i = self.rows, index - self._num_unscored
+        if i < 0:
+            return None
+        return _entries(rows.token_ids[i], rows.logprobs[i], int(rows.ranks[i]), self._token_texts)
+
+
+def _entries(
+    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], rank: int, token_texts: Mapping[int, str]
+) -> dict[int, Logprob]:
+    """The token itself first, with its rank, then the top k."""
+    ids, values = token_ids.tolist(), logprobs.tolist()
+    entries = {ids[0]: Logprob(values[0], rank, token_texts[ids[0]])}
+    for place, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
+        if token_id not in entries:
+            entries[token_id] = Logprob(value, place, token_texts[token_id])
+    return entries
 
 
 @dataclass(slots=True)
@@ -81,6 +128,25 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string, or the id of the eos or stop token
     reasoning: str | None = None  # of thinking models: what stood between the think tags, then not in `text`
     score: float | None = None  # of beam_search: cumulative_logprob / length ** length_penalty
+
+
+@dataclass(frozen=True, slots=True)
+class Loglikelihood:
+    """How likely a continuation is, given its prompt; -logprob / num_tokens is its cross entropy in nats."""
+
+    logprob: float  # the sum
+    token_logprobs: NDArray[np.float32] = field(repr=False, compare=False)
+    token_ids: list[int] = field(repr=False)  # of the continuation
+    num_tokens: int
+    is_greedy: bool  # whether greedy decoding after the prompt would take just these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The likeliest choice, and the probability of each as if nothing else were possible."""
+
+    label: str
+    probabilities: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +173,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     error: RequestError | None = None
     metadata: Any = None
-    prompt_logprobs: None = field(default=None, repr=False)
+    prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
     finished: bool = True  # False: an interrupt came first, the text is what there was
@@ -153,6 +219,10 @@ class RequestOutput:
             if len(samples) == 1:  # greedy ones are all equal and run once
                 samples *= request.sampling_params.n
             output.outputs = [_completion(sample, index, token_text) for index, sample in enumerate(samples)]
+            if request.sampling_params.prompt_logprobs is not None and not request.num_unscored_tokens:
+                rows = request.scored_rows()
+                texts = {token_id: token_text(token_id) for token_id in set(rows.token_ids.ravel().tolist())}
+                output.prompt_logprobs = PromptLogprobs(rows, request.num_prompt_tokens, texts)
         return output
 
 

@@ -7,7 +7,7 @@ to `len(token_ids)`, a few tokens or many at a time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagedllm.beam_search_params import BeamSearchParams
+    from pagedllm.choices import ChoiceTable
     from pagedllm.errors import RequestError
     from pagedllm.reasoning import Thinking
     from pagedllm.sampling_params import SamplingParams
@@ -39,6 +40,31 @@ class TokenLogprobs:
     sampled_rank: int  # 1 + number of tokens with a strictly greater logit
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Logprobs of m prompt tokens that follow each other, each given all tokens before it."""
+
+    token_ids: NDArray[np.int32]  # [m, 1 + k]: the prompt's own token first, then the top k (which may hold it again)
+    logprobs: NDArray[np.float32]  # [m, 1 + k]
+    ranks: NDArray[np.int32]  # [m] 1 + number of tokens with a strictly greater logit
+    is_greedy: NDArray[np.bool_]  # [m] whether greedy decoding would take just this token
+
+    @classmethod
+    def joined(cls, parts: Sequence[LogprobRows]) -> LogprobRows:
+        """Of the same k; none are no rows."""
+        import numpy as np
+
+        if not parts:
+            ids = np.zeros((0, 1), np.int32)
+            return cls(ids, ids.astype(np.float32), ids[:, 0], ids[:, 0].astype(np.bool_))
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+            np.concatenate([part.is_greedy for part in parts]),
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     request_id: str
@@ -55,9 +81,11 @@ class Request:
     priority: int = 0  # lower is served first (PRIORITY policy)
     rank: int = 0  # place in the offline plan
     rope_variant: int = 0  # which table of positions its keys are rotated by; fixed at admission
+    choices: ChoiceTable | None = None  # the texts that the output may be
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # bad_words as the tokenizer writes them, with and without a space
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is one of the stops
     extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes
+    num_unscored_tokens: int = 0  # at the prompt's end: those whose logprobs are wanted and not there yet
     beam_search: BeamSearchParams | None = None  # of a request whose output is searched for, not sampled
 
     # Of what the scheduler makes of one request that asks for several outputs.
@@ -81,6 +109,7 @@ class Request:
     text: str | None = None  # set at finish, unless sampling_params.detokenize is False
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one entry per output token when asked for
     cumulative_logprob: float = 0.0
+    prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # of the prompt's last tokens, in order
     score: float | None = None  # of a hypothesis of beam search: cumulative_logprob / length ** length_penalty
 
     @property
@@ -95,6 +124,23 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """How many of the present tokens are to be computed: from the last one of a prompt that is only scored nothing
+        follows."""
+        return len(self.token_ids) - (self.max_output_tokens == 0)
+
+    @property
+    def first_logits_index(self) -> int:
+        """The first position whose logits are wanted; nothing from there on is taken from the prefix cache."""
+        if self.num_unscored_tokens:
+            return self.num_prompt_tokens - 1 - self.num_unscored_tokens
+        return len(self.token_ids) - 1
+
+    def scored_rows(self) -> LogprobRows:
+        """The logprobs of all prompt tokens that were to be scored, once they are there."""
+        return LogprobRows.joined(self.prompt_logprobs)
 
     @property
     def text_token_ids(self) -> list[int]:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from pagedllm.choices import ChoiceTable, TokenTexts
 from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.notices import Notices
 from pagedllm.prompts import Prompt
 from pagedllm.reasoning import TAGS, Thinking, opens_thought
 from pagedllm.request import Request
 from pagedllm.sampling_params import SamplingParams
+from pagedllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from pagedllm.beam_search_params import BeamSearchParams
@@ -28,6 +30,7 @@ NUM_LAST_TOKENS = 4  # of a prompt given as ids: enough to see a think tag and n
 
 ANCHOR = "\n"  # merges with no word that follows, so what comes after it is written as inside a text
 MAX_KNOWN_WORDS = 10_000
+MAX_CHOICE_TABLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class EncodedPrompt:
     token_ids: list[int]
     metadata: Any = None
     error: RequestError | None = None
+    num_context_tokens: int = 0  # leading tokens that are not scored
 
 
 class RequestBuilder:
@@ -78,6 +82,8 @@ class RequestBuilder:
         self._is_thinking_model = all(tokenizer.token_to_id(tag) is not None for tag in TAGS)
         self._special_texts: dict[int, str] | None = None
         self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._writable: TokenTexts | None = None
+        self._choice_tables: dict[tuple[str, ...], ChoiceTable] = {}
 
     def encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[EncodedPrompt]:
         """Token ids of each prompt; plain texts are encoded in one batch."""
@@ -141,10 +147,9 @@ class RequestBuilder:
         if params.n > 1 and params.is_greedy:
             self.notices.tell(f"n={params.n} with temperature=0: greedy outputs are all equal, each prompt is run once")
         for word in params.bad_words or ():
-            if _first_surrogate(word) is not None:
-                raise RequestError(
-                    "invalid_parameter", f"bad_words must be text that can be encoded, got {word!r}", field="bad_words"
-                )
+            check_encodable(word, "bad_words")
+        if params.structured_outputs is not None:
+            self._choices(params.structured_outputs)
         self._tell_of_hidden_stops(params)
 
     def check_beam_search(self, params: BeamSearchParams) -> None:
@@ -184,13 +189,19 @@ class RequestBuilder:
         if params.max_tokens is not None:
             total = min(num_prompt_tokens + params.max_tokens, self.max_position)
         variant = self.rope_variant(total)
+        max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        choices = None
+        if params.structured_outputs is not None:
+            choices = self._choices(params.structured_outputs)
+            max_output_tokens = min(max_output_tokens, choices.longest + 1)  # a byte each at least, and an end
         return Request(
             request_id=request_id,
             thinking=self._thinking(prompt),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=params,
-            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_output_tokens=max_output_tokens,
+            choices=choices,
             seed=seed if params.seed in (None, -1) else stream_key(int(params.seed)),
             eos_token_ids=self.eos_token_ids,
             prompt_index=index,
@@ -199,7 +210,29 @@ class RequestBuilder:
             extra_keys=(variant,) if variant else (),
             bad_word_ids=tuple(ids for word in params.bad_words or () for ids in self._bad_word_ids(word)),
             stop_tokens=self._stop_tokens(params),
+            num_unscored_tokens=(
+                0 if params.prompt_logprobs is None else num_prompt_tokens - max(1, prompt.num_context_tokens)
+            ),
         )
+
+    def _choices(self, params: StructuredOutputsParams) -> ChoiceTable:
+        """Made once for equal choices."""
+        key = tuple(params.choice or ())
+        table = self._choice_tables.pop(key, None)
+        if table is None:
+            for choice in key:
+                check_encodable(choice, "structured_outputs.choice")
+            if self._writable is None:
+                self._writable = TokenTexts(self.tokenizer.token_texts(self.vocab_size))
+            try:
+                table = ChoiceTable(key, self._writable)
+            except ValueError as error:
+                text = f"structured_outputs.choice holds {str(error)!r}, which the model's tokens cannot write"
+                raise RequestError("invalid_parameter", text, field="structured_outputs") from None
+        self._choice_tables[key] = table  # the last one used stands last
+        if len(self._choice_tables) > MAX_CHOICE_TABLES:
+            del self._choice_tables[next(iter(self._choice_tables))]
+        return table
 
     def _thinking(self, prompt: EncodedPrompt) -> Thinking | None:
         if not self._is_thinking_model:
@@ -265,6 +298,12 @@ class RequestBuilder:
 def stream_key(*parts: int | bytes) -> int:
     """64 bits that name a random stream: a hash of the parts, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def check_encodable(text: str, field: str) -> None:
+    """RequestError for a text with half a surrogate pair, which no tokenizer can encode."""
+    if _first_surrogate(text) is not None:
+        raise RequestError("invalid_parameter", f"{field} must be text that can be encoded, got {text!r}", field=field)
 
 
 def _first_surrogate(text: str) -> int | None:

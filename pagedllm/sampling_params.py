@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from pagedllm.errors import NotSupportedError, RequestError
+from pagedllm.errors import RequestError
 from pagedllm.keywords import RENAMED_SAMPLING_PARAMS, checks_keywords, unknown_name
+from pagedllm.structured_outputs import StructuredOutputsParams
 from pagedllm.vllm_keywords import FOREIGN_SAMPLING_PARAMS
 
 GREEDY_EPSILON = 1e-5  # temperatures below are greedy
@@ -42,8 +43,10 @@ class SamplingParams:
     max_tokens: None = up to max_model_len. min_tokens holds back every way of ending.
     stop: the text is cut before the earliest match. stop_token_ids: end the output like an eos id.
     ignore_eos: only stop, stop_token_ids and lengths end the output.
-    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary.
+    logprobs: None, or how many besides the sampled token's; -1 = the whole vocabulary. prompt_logprobs: the same for
+        the prompt's tokens, from the model's own logits; with max_tokens=0 nothing else is computed.
     logit_bias: {id: number}, clamped to +-100. allowed_token_ids: nothing else is ever sampled.
+    structured_outputs: StructuredOutputsParams(choice=[...]): the output is one of these texts.
     bad_words: never in the output, in the tokens that the tokenizer writes each with, with and without a leading space.
     logits_processors: callables f(token_ids, logits) -> logits, applied in order, after masks and bias and before
         penalties. token_ids: the output so far; logits: a [vocab_size] float32 tensor that may be edited in place.
@@ -72,7 +75,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = ()
     allowed_token_ids: Sequence[int] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = ()
 
     def __post_init__(self) -> None:
@@ -90,6 +93,8 @@ class SamplingParams:
         bias = merged.get("logit_bias")
         if isinstance(bias, Mapping):
             merged["logit_bias"] = {_id_of_digits(key): value for key, value in bias.items()}
+        if isinstance(merged.get("structured_outputs"), Mapping):
+            merged["structured_outputs"] = StructuredOutputsParams.from_json(merged["structured_outputs"])
         return cls(**merged)
 
     @property
@@ -113,6 +118,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, (list, dict)):
                 setattr(twin, name, copy.copy(value))
+        if self.structured_outputs is not None:
+            twin.structured_outputs = copy.copy(self.structured_outputs)
         return twin
 
     def verify(self) -> None:
@@ -123,9 +130,11 @@ class SamplingParams:
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "a bool", getattr(self, name))
-        for name in ("prompt_logprobs", "structured_outputs"):
-            if getattr(self, name) is not None:
-                raise NotSupportedError(f"{name} is not supported yet: leave it None")
+        structured = self.structured_outputs
+        if structured is not None:
+            if not isinstance(structured, StructuredOutputsParams):
+                raise _invalid("structured_outputs", "None or StructuredOutputsParams(choice=[...])", structured)
+            structured.verify()
 
     def _verify_numbers(self) -> None:
         def check(name: str, wanted: str, is_valid: Callable[[Any], bool]) -> None:
@@ -192,8 +201,10 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise _invalid(name, f"ids in [0, {vocab_size})", token_id)
-        if self.logprobs is not None and self.logprobs > max_logprobs:
-            raise _invalid("logprobs", f"at most max_logprobs ({max_logprobs}), or -1", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise _invalid(name, f"at most max_logprobs ({max_logprobs}), or -1", value)
 
 
 def is_int(value: object) -> bool:

@@ -85,6 +85,11 @@ class Tokenizer:
         """Those that skip_special_tokens leaves out."""
         return self._table.special_ids
 
+    def token_texts(self, num_tokens: int) -> dict[int, bytes]:
+        """The bytes of the ids below num_tokens, without those that skip_special_tokens leaves out."""
+        special = self._table.special_ids
+        return {token_id: self._table[token_id] for token_id in range(num_tokens) if token_id not in special}
+
     @property
     def chat_template(self) -> str | None:
         """The default one."""

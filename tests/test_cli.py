@@ -240,7 +240,7 @@ def test_every_sampling_field_has_the_flag_of_its_name():
         "logit_bias": '{"5": 1}',
         "bad_words": "x",
         "allowed_token_ids": "1",
-        "structured_outputs": "x",
+        "structured_outputs": '{"choice": ["a"]}',
     }
     assert {*values, *flags.NO_SAMPLING_FLAG} == {field.name for field in fields(SamplingParams)}
     arguments = ["run", "-m", "x", "-i", "a", "-o", "b"]

@@ -86,7 +86,9 @@ def test_little_memory_is_a_warning(monkeypatch):
 def test_a_missing_extra_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [str(finding) for finding in doctor.check_extras()] == [
-        "warn  gguf          missing: GGUF files cannot be read -> pip install 'pagedllm[gguf]'"
+        "warn  gguf          missing: no GGUF files -> pip install 'pagedllm[gguf]'",
+        "warn  pyarrow       missing: no Parquet files -> pip install 'pagedllm[tables]'",
+        "warn  matplotlib    missing: no reports with charts -> pip install 'pagedllm[charts]'",
     ]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tempfile
@@ -30,7 +31,7 @@ EXAMPLES = {
 
 
 def test_some_page_has_code_that_runs() -> None:
-    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md", "several-outputs.md"]
+    assert [page.name for page in PAGES_WITH_CODE] == ["quickstart.md", "run.md", "scoring.md", "several-outputs.md"]
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
@@ -48,8 +49,26 @@ def test_an_example_runs_on_the_demo_model(name: str, demo_gguf: Path, tmp_path:
     assert re.search(EXAMPLES[name], printed), printed
 
 
+def test_the_harness_class_scores_and_generates(demo_gguf: Path, tmp_path: Path) -> None:
+    """With lm-evaluation-harness itself where it is installed, its stand-in otherwise."""
+    make_demo_folder(tmp_path, demo_gguf)
+    stand_in = [sys.executable, str(ROOT / "tests" / "lm_eval_stand_in.py")]
+    model = "demo-output/SmolLM2-135M-Instruct.gguf"
+    printed = run([*stand_in, "examples/lm_eval_pagedllm.py", model, "choices,perplexity,text"], tmp_path)
+    lines = dict(line.split(" ", 1) for line in printed.splitlines() if " [" in line)
+    (rome, is_greedy), (oslo, _), (alone, _) = ast.literal_eval(lines["choices"])
+    assert oslo < rome < 0
+    assert alone < 0
+    assert is_greedy is True
+    (whole,) = ast.literal_eval(lines["perplexity"])
+    assert -400 < whole < 0
+    assert ast.literal_eval(lines["text"])[0].startswith(" 5")
+    assert "choices {'first': 3.0}" in printed
+
+
 def test_every_example_is_run() -> None:
-    others = {"show_answers.py", "fastapi_app.py", "celery_worker.py"}  # run by `make demo`, and by test_examples.py
+    # run by `make demo`, by test_examples.py, and above
+    others = {"show_answers.py", "fastapi_app.py", "celery_worker.py", "lm_eval_pagedllm.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
 
 

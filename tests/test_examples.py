@@ -17,7 +17,7 @@ import pytest
 
 from tests.test_readme import ROOT, make_demo_folder, run
 
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+NOTEBOOKS = [ROOT / "examples" / "quickstart.ipynb"]  # that are stored with what they show
 STYLE = re.compile(r"<style.*?</style>\s*", re.DOTALL)
 
 ASK_APP = """

@@ -20,13 +20,25 @@ PACKAGE = Path(pagedllm.__file__).parent
 FOLDERS = {"cache", "engine", "ops", "model", "sampling", "runtime", "jobs", "bench"}
 LAYER_OF = {
     **dict.fromkeys(
-        ("errors", "sampling_params", "outputs", "config", "request", "keywords", "vllm_keywords", "reasoning"), "base"
+        (
+            "errors",
+            "sampling_params",
+            "outputs",
+            "config",
+            "request",
+            "keywords",
+            "vllm_keywords",
+            "reasoning",
+            "choices",
+            "structured_outputs",
+        ),
+        "base",
     ),
     "beam_search_params": "base",
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
     **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
-    **dict.fromkeys(("open_requests", "output_iterator", "submitter"), "llm"),
+    **dict.fromkeys(("open_requests", "output_iterator", "scoring", "scoring_methods", "submitter"), "llm"),
     **dict.fromkeys(("cli", "doctor", "exit_codes", "flags", "self_test", "job_commands", "machine_commands"), "cli"),
     "__main__": "cli",
 }

@@ -732,7 +732,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("logprobs_mode", "processed_logprobs"),
         ("model_impl", "transformers"),
     ],
 )
@@ -750,12 +749,12 @@ def test_a_long_list_does_not_stand_in_the_engine_before_the_first_step():
     """50,000 prompts would take longer to be added than to be encoded."""
     prompts = [f"{i} {'x' * (i % 7)}" for i in range(300)]
     with LLM("fake", max_num_seqs=8) as llm:
-        engine = llm._assembly.engine
+        scheduler = llm._assembly.engine.scheduler
         most = 0
 
         def watch(step, plan):
             nonlocal most
-            most = max(most, len(engine.scheduler.requests))
+            most = max(most, len(scheduler.requests))
 
         llm._assembly.runtime.script = watch
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))

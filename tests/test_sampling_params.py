@@ -11,7 +11,7 @@ import pickle
 import numpy as np
 import pytest
 
-from pagedllm import NotSupportedError, RequestError, SamplingParams
+from pagedllm import RequestError, SamplingParams
 
 NEUTRAL = {
     "n": 1,
@@ -130,18 +130,6 @@ def test_a_wrong_value_is_refused_by_field_and_value(field, value, text):
 )
 def test_accepted_values(field, value):
     assert getattr(SamplingParams(**{field: value}), field) == value
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt_logprobs", 1),
-        ("structured_outputs", {"choice": ["a"]}),
-    ],
-)
-def test_what_comes_later_is_refused_by_name(field, value):
-    with pytest.raises(NotSupportedError, match=f"^{field}.* is not supported yet"):
-        SamplingParams(**{field: value})
 
 
 def test_stop_strings_need_detokenize():

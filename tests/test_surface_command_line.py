@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from pagedllm import SamplingParams, cli
+from pagedllm import SamplingParams, __version__, cli
 from pagedllm.jobs.rows import RowReader
 from tests.fake_assembly import FakeTokenizer, fake_assemble
 
@@ -384,6 +384,9 @@ def test_threads_sizes_and_paths_are_only_recorded(job):
     job.input = job.input.rename(job.folder / "renamed.jsonl")
     assert job(*GREEDY, "--num-threads", 1, "--max-num-seqs", 3, "--block-size", 32) == 0
     assert "pagedllm: continuing: 1 of 2 rows done; in the input since: 1 new" in job.err
+    manifest = json.loads((job.folder / "out.jsonl.manifest.json").read_text())
+    assert manifest["engine"] == {"num_threads": 1, "max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": 32}
+    assert (manifest["pagedllm"], manifest["input_path"]) == (__version__, str(job.input))
 
 
 def test_new_rows_are_added_changed_ones_redone_and_vanished_ones_dropped_each_counted(job):

@@ -101,7 +101,7 @@ class KVCacheManager:
         """Retains what the request will ask for, until it is admitted or `stop_expecting`; by its rank."""
         if self._finds_blocks(request):
             extend_block_hashes(request, self.block_size, self.hash_function)
-            block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
+            block_hashes = request.block_hashes[: request.first_logits_index // self.block_size]
             self._expected[request.request_id] = block_hashes, request.rank
             self.pool.expect(block_hashes, request.rank)
 

@@ -63,6 +63,8 @@ class EngineCore:
             raise ValueError(f"request_id {request.request_id!r} is in use")
         if request.status is not RequestStatus.WAITING or request.finish_reason is not None:
             raise ValueError(f"request {request.request_id!r} is not new: make a new Request for every run")
+        if request.num_output_tokens and (request.sampling_params.n > 1 or request.beam_search is not None):
+            raise ValueError(f"request {request.request_id!r} asks for several outputs and brings tokens of one")
         with self._all_or_nothing() as state:
             state.scheduler.add(request)
 

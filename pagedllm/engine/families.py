@@ -43,6 +43,8 @@ class SampleFamily:
                 other_samples=[],
                 block_hashes=[],
                 logprobs=[],
+                num_unscored_tokens=0,
+                prompt_logprobs=[],
             )
             for index in range(1, first.sampling_params.n)
         ]

@@ -1,8 +1,9 @@
 """OutputProcessor: takes sampled tokens into requests, and knows when an output ends and what its text is.
 
-Order within one token: logprobs, token, then the ends: eos and stop ids, stop strings, length. An interrupt between two
-lines leaves a request that EngineCore can still hand out, because `finish_reason` is set last: where it is set, all
-else is. Knows nothing of blocks and turns. The Scheduler calls `append`, EngineCore the rest.
+Order within one token: logprobs, token, then the ends: eos and stop ids, stop strings, a choice after which nothing can
+come, length. An interrupt between two lines leaves a request that EngineCore can still hand out, because
+`finish_reason` is set last: where it is set, all else is. Knows nothing of blocks and turns. The Scheduler calls
+`append`, EngineCore the rest.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ class OutputProcessor:
             if stop is not None:
                 self._set_end(request, "stop", stop, ends.stop_strings.text)
                 return True
+        choices = request.choices
+        if choices is not None and has_enough and choices.state(choices.prefix(request.output_token_ids)).is_final:
+            self._end_without_stop(request, ends, "stop")
+            return True
         if num_output_tokens >= request.max_output_tokens:
-            self._end_by_length(request, ends)
+            self._end_without_stop(request, ends, "length")
             return True
         return False
 
@@ -96,13 +101,13 @@ class OutputProcessor:
             shown = stop if request.sampling_params.include_stop_str_in_output else ""
             self._set_end(request, "stop", stop, finder.text + shown)
 
-    def _end_by_length(self, request: Request, ends: _Ends) -> None:
+    def _end_without_stop(self, request: Request, ends: _Ends, reason: FinishReason) -> None:
         finder = ends.stop_strings
         if finder is None:
-            self._set_end(request, "length", None, None)
+            self._set_end(request, reason, None, None)
             return
         stop = finder.finish(is_tested=request.num_output_tokens >= ends.min_tokens)
-        self._set_end(request, "length" if stop is None else "stop", stop, finder.text)
+        self._set_end(request, reason if stop is None else "stop", stop, finder.text)
 
     def _set_end(self, request: Request, reason: FinishReason, stop: str | int | None, text: str | None) -> None:
         request.stop_reason = stop

@@ -104,14 +104,14 @@ class RequestStates:
         # The last token of an output gets no slot: nothing is computed from it.
         limit = min(self.max_model_len, self.kv_cache.num_slots + 1)
         request.max_output_tokens = min(request.max_output_tokens, limit - request.num_prompt_tokens)
-        if request.num_output_tokens >= request.max_output_tokens:
+        if request.num_output_tokens >= request.max_output_tokens and not request.num_unscored_tokens:
             request.finish_reason = "length"
             self._end(request)
         elif request.beam_search is not None:
             group = self._groups[request.request_id] = BeamGroup.of(request)
             self._plant(group)
         else:
-            if request.sampling_params.num_samples > 1:
+            if request.sampling_params.num_samples > 1 and request.max_output_tokens:
                 self._open_family(request)
             self._wait(request)
 

@@ -86,8 +86,11 @@ class Scheduler(RequestStates):
             if request.status is not is_running:  # preempted just now
                 continue
             num_computed_tokens = request.num_computed_tokens
-            last_index = len(request.token_ids) - 1
-            num_new_tokens = min(last_index + 1 - num_computed_tokens, budget)
+            num_wanted_tokens = len(request.token_ids)
+            first_logits_index = num_wanted_tokens - 1
+            if request.num_unscored_tokens:
+                first_logits_index, num_wanted_tokens = request.first_logits_index, request.num_wanted_tokens
+            num_new_tokens = min(num_wanted_tokens - num_computed_tokens, budget)
             if not num_new_tokens:  # a beam that waits for the others of its group
                 continue
             new_block_ids = allocate_slots(request, num_new_tokens)
@@ -112,7 +115,7 @@ class Scheduler(RequestStates):
                     new_token_ids,
                     (),
                     new_block_ids,
-                    last_index,
+                    first_logits_index,
                     request.num_samples,
                 )
         return budget, has_preempted
@@ -133,8 +136,7 @@ class Scheduler(RequestStates):
                 continue
             if self._num_free_seqs() < self._num_seqs(request):
                 break
-            last_index = len(request.token_ids) - 1  # the only logits wanted, and never taken from the cache
-            computed_blocks = self.kv_cache.get_computed_blocks(request, last_index)
+            computed_blocks = self.kv_cache.get_computed_blocks(request, request.first_logits_index)
             num_own = self._num_own_blocks_ahead(request) if self.running else 0
             if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
@@ -145,7 +147,7 @@ class Scheduler(RequestStates):
             request.num_computed_tokens = num_cached_tokens
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=self.policy.admission_key)
-            num_new_tokens = min(last_index + 1 - num_cached_tokens, budget)
+            num_new_tokens = min(request.num_wanted_tokens - num_cached_tokens, budget)
             new_block_ids = self.kv_cache.allocate_slots(request, num_new_tokens)
             assert new_block_ids is not None
             budget -= num_new_tokens
@@ -162,7 +164,7 @@ class Scheduler(RequestStates):
             num_new_tokens,
             new_token_ids=tuple(request.token_ids),
             new_block_ids=self.kv_cache.block_ids(request),
-            first_logits_index=len(request.token_ids) - 1,
+            first_logits_index=request.first_logits_index,
             num_samples=request.num_samples,
             new_request=NewRequestData(
                 request.num_prompt_tokens,
@@ -171,6 +173,7 @@ class Scheduler(RequestStates):
                 request.eos_token_ids,
                 request.rope_variant,
                 bad_word_ids=request.bad_word_ids,
+                choices=request.choices,
                 sample_index=request.sample_index,
             ),
         )
@@ -238,9 +241,14 @@ class Scheduler(RequestStates):
             request = requests.get(scheduled.request_id)
             if request is None or request.status is not is_running:
                 continue  # failed, or counted on one that failed
+            if result.prompt_logprobs:
+                _take_prompt_logprobs(request, result)
             if not sampled:
                 request.num_computed_tokens += scheduled.num_new_tokens
-                if not scheduled.num_samples and logprobs and logprobs[i]:
+                if request.max_output_tokens == 0 and not request.num_unscored_tokens:
+                    request.finish_reason = "length"
+                    self._end(request)
+                elif not scheduled.num_samples and logprobs and logprobs[i]:
                     self._groups[request.family_id].take(request, logprobs[i][0])
                 continue
             if scheduled.num_samples > 1:
@@ -353,3 +361,11 @@ class Scheduler(RequestStates):
         stats.sum_wasted_slots += self.kv_cache.num_wasted_slots
         stats.peak_num_blocks = max(stats.peak_num_blocks, num_blocks)
         stats.peak_running = max(stats.peak_running, len(self.running))
+
+
+def _take_prompt_logprobs(request: Request, result: ModelRunnerOutput) -> None:
+    """Rows first: while tokens count as unscored, what is there is not handed out."""
+    rows = result.prompt_logprobs.get(request.request_id)
+    if rows is not None:
+        request.prompt_logprobs.append(rows)
+        request.num_unscored_tokens -= len(rows.ranks)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pagedllm.choices import ChoiceTable
     from pagedllm.errors import RequestError
-    from pagedllm.request import TokenLogprobs
+    from pagedllm.request import LogprobRows, TokenLogprobs
     from pagedllm.sampling_params import SamplingParams
 
 
@@ -27,6 +28,7 @@ class NewRequestData:
     rope_variant: int = 0
     adapter_id: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    choices: ChoiceTable | None = None  # made once for all requests with these choices
     sample_index: int = 0  # of the first token that is drawn in a step
 
 
@@ -37,7 +39,9 @@ class ScheduledRequest(NamedTuple):  # 0.2 us to make, a frozen dataclass 0.75 u
     new_token_ids: tuple[int, ...] = ()  # ids that the runner does not hold; for a new request all its tokens
     draft_token_ids: tuple[int, ...] = ()  # speculation: proposed continuations, verified in this step
     new_block_ids: tuple[tuple[int, ...], ...] = ((),)  # per KV group, appended to the row's table; whole table if new
-    first_logits_index: int = 0  # absolute position; logits are wanted for new tokens at or after it
+    # Absolute position; logits are wanted for new tokens from it on. Those of the last token known are sampled from,
+    # those of prompt tokens before it give the logprobs of the prompt's next token.
+    first_logits_index: int = 0
     num_samples: int = 1  # drawn from the last logits: the row keeps the first. 0: a beam, only logprobs are wanted
     new_request: NewRequestData | None = None
 
@@ -64,3 +68,4 @@ class ModelRunnerOutput:
     is_finite: Sequence[bool]  # False: the logits held NaN or infinity, nothing was sampled
     logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # one per sampled id, or for a beam; empty: nobody asked
     errors: dict[str, RequestError] = field(default_factory=dict)  # by request_id: a user's callable raised, say
+    prompt_logprobs: dict[str, LogprobRows] = field(default_factory=dict)  # by request_id, of requests that wanted any

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
 from pagedllm.jobs.journal import Journal
-from pagedllm.jobs.keys import KEY_BYTES
 from pagedllm.jobs.planned import RowTable
 
 
 def count_changes(journal: Journal, table: RowTable, num_rows_before: int | None) -> str:
-    """ "; 2 rows new, 1 changed, 3 vanished", or "" where nothing did. All rows of the input must be in the table.
+    """ "; in the input since: 2 new, 1 changed, 3 vanished", or "" where nothing was edited.
 
     A result whose row is not in the input any more counts as changed where its place holds a row without a result, else
-    as vanished. num_rows_before: of the earlier input, None where that is not known.
+    as vanished. All rows of the input must be in the table; num_rows_before: of the earlier input, None if not known.
     """
-    before = Counter(name for name, _ in set(zip(journal.ids(), journal.all_rows(), strict=True)))
-    if not before:
+    results = np.unique(journal.results())  # by id, then by row: a row that ran again has two lines
+    if not len(results):
         return ""
-    ids = [bytes(table.ids[i : i + KEY_BYTES]) for i in range(0, len(table.ids), KEY_BYTES)]
-    surplus = before - Counter(ids)
-    if not surplus and num_rows_before in (None, len(ids)):
-        return ""
-    is_done = (journal.find(ids) >= 0).tolist()
-    open_rows = {row for row, done in zip(table.rows, is_done, strict=True) if not done}
-    num_changed = num_vanished = 0
-    for name, row in sorted(set(zip(journal.ids(), journal.all_rows(), strict=True))):
-        if surplus[name] > 0:
-            surplus[name] -= 1
-            num_changed += row in open_rows
-            num_vanished += row not in open_rows
-    num_new = 0 if num_rows_before is None else max(0, len(ids) - (num_rows_before - num_vanished))
-    counts = ((num_new, "new"), (num_changed, "changed"), (num_vanished, "vanished"))
-    found = [f"{count:,} {what}" for count, what in counts if count]
-    return f"; in the input since: {', '.join(found)}" if found else ""
+    ids, begins, counts = np.unique(results["id"], return_index=True, return_counts=True)
+    present, num_present = np.unique(table.all_ids(), return_counts=True)
+    places = np.searchsorted(present, ids)
+    is_present = places < len(present)
+    is_present[is_present] = present[places[is_present]] == ids[is_present]
+    num_kept = np.zeros(len(ids), np.int64)
+    num_kept[is_present] = num_present[places[is_present]]
+    number = np.arange(len(results)) - np.repeat(begins, counts)  # among the results of its id
+    gone = results["row"][number >= np.repeat(num_kept, counts)]
+    is_open = journal.find(table.all_ids()) < 0
+    num_changed = int(np.isin(gone, np.array(table.rows)[is_open]).sum())
+    num_vanished = len(gone) - num_changed
+    num_new = 0 if num_rows_before is None else max(0, len(table.rows) - (num_rows_before - num_vanished))
+    found = ((num_new, "new"), (num_changed, "changed"), (num_vanished, "vanished"))
+    text = ", ".join(f"{count:,} {what}" for count, what in found if count)
+    return f"; in the input since: {text}" if text else ""

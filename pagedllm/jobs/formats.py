@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from pagedllm.errors import PagedLLMError, RequestError
 from pagedllm.jobs.prompting import PromptForm
+from pagedllm.jobs.score_rows import continuation_of
 from pagedllm.prompts import Prompt, brief
 
 MAX_LINE_BYTES = 16 << 20
@@ -32,6 +33,7 @@ class Row:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     raw: str | None = None
     identity: bytes | None = None  # what its key is made of, where that is not prompt and params
+    continuation: str | None = None  # to be scored
 
 
 class JobRefused(PagedLLMError, ValueError):
@@ -61,11 +63,15 @@ def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
 class PlainRows:
     """The plain rows of one job."""
 
-    def __init__(self, prompts: PromptForm, reserved: Collection[str], *, is_table: bool = False) -> None:
-        """reserved: names that no field may have; is_table: objects may be JSON text."""
+    def __init__(
+        self, prompts: PromptForm, reserved: Collection[str], *, is_table: bool = False, is_scored: bool = False
+    ) -> None:
+        """reserved: names that no field may have; is_table: objects may be JSON text; is_scored: rows have a
+        continuation."""
         self._prompts = prompts
         self._reserved = reserved
         self._is_table = is_table
+        self._is_scored = is_scored
 
     def parse(self, line: bytes | None, index: int, fault: str = "") -> Row:
         """The row of a line; what is wrong with it is its prompt's error. fault: what its reader says of it."""
@@ -79,7 +85,9 @@ class PlainRows:
             raw = (line or b"").decode()
             if self._is_table:
                 values = _with_objects(values)
-            return Row(index, self._prompts.prompt(values), _parse_params(values.get("sampling_params")), raw)
+            continuation = continuation_of(values) if self._is_scored else None
+            params = _parse_params(values.get("sampling_params"))
+            return Row(index, self._prompts.prompt(values), params, raw, continuation=continuation)
         except LineError as error:
             return Row(index, Prompt(error=RequestError("invalid_json_line", str(error))))
         except RequestError as error:

@@ -89,13 +89,12 @@ class Journal:
         """Which rows they were of when they were written."""
         return np.frombuffer(self._rows, np.int64)[lines]
 
-    def ids(self) -> list[bytes]:
-        """Of all lines, in order."""
-        return [bytes(self._ids[i : i + KEY_BYTES]) for i in range(0, len(self._ids), KEY_BYTES)]
-
-    def all_rows(self) -> list[int]:
-        """Which row each line was of when it was written."""
-        return self._rows.tolist()
+    def results(self) -> NDArray[np.void]:
+        """[num_lines] with `id` and `row` of each line."""
+        found = np.empty(self.num_lines, [("id", KEY_DTYPE), ("row", np.int64)])
+        found["id"] = np.frombuffer(bytes(self._ids), KEY_DTYPE)
+        found["row"] = self._rows
+        return found
 
     def positions(self, ids: NDArray[np.bytes_], is_by_completion: bool) -> NDArray[np.int64]:
         """The order of OUT: places among these ids of the first, second ... result."""

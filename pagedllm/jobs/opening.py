@@ -23,12 +23,13 @@ from pagedllm.jobs.formats import LineError, PlainRows, parse_object
 from pagedllm.jobs.openai import OpenAILines, is_openai_line
 from pagedllm.jobs.options import JobOptions
 from pagedllm.jobs.runner import Job
+from pagedllm.jobs.score_rows import COLUMN, LOGLIKELIHOOD
 from pagedllm.jobs.source import Line, Source, find_inputs, is_compressed, kind_of
 from pagedllm.model.hub import find_cached
 from pagedllm.sampling_params import SamplingParams
 
 MAX_LINES_TO_A_ROW = 100  # read in search of one that tells its columns
-PLAIN_ONLY = ("template", "chat", "system", "keep", "output_column", "output_prefix")
+PLAIN_ONLY = ("task", "template", "chat", "system", "keep", "output_column", "output_prefix")
 
 
 @contextlib.contextmanager
@@ -67,7 +68,12 @@ def open_job(
         if columns is not None:
             form.check_columns(columns)
             prompts = prompts.bind(columns)
-        rows = PlainRows(prompts, form.reserved(), is_table=source.kind != "jsonl")
+        is_scored = checked.task == LOGLIKELIHOOD
+        if is_scored and columns is not None and COLUMN not in columns:
+            raise ValueError(
+                f"task={checked.task!r} scores the column {COLUMN!r}: the columns are {', '.join(columns)}"
+            )
+        rows = PlainRows(prompts, form.reserved(), is_table=source.kind != "jsonl", is_scored=is_scored)
         job = Job(source, rest, files, checked, rows)
         job.notices += _notices(columns or ())
         yield job
@@ -148,7 +154,7 @@ def _is_finished(files: JobFiles, input: str, options: JobOptions, config: Engin
     form = options.result_form().settings()
     if (manifest["given"], manifest["order"], manifest["form"]) != (given, options.order, form):
         return False
-    if job["prompts"] != options.prompt_form().settings():
+    if (job["prompts"], job["task"]) != (options.prompt_form().settings(), options.task):
         return False
     source = Source(input, limit=options.limit, shard=options.shard)
     with contextlib.closing(source):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.report_page import check_report_path
 from pagedllm.jobs.result_form import ResultForm, refuse_prompt_logprobs
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD, NO_PARAMS, TASKS
 from pagedllm.prompts import brief
 from pagedllm.sampling_params import SamplingParams, is_int
 
@@ -21,6 +22,7 @@ CHOICES = {
     "if_exists": ("resume", "overwrite", "fail"),
     "retry": (None, "failed", "cut"),
     "order": ("input", "completion"),
+    "task": TASKS,
 }
 
 
@@ -29,6 +31,7 @@ class JobOptions:
     """Raises ValueError or NotSupportedError, naming field and value. The fields are told of in `LLM.run_file`."""
 
     sampling_params: Mapping[str, Any]
+    task: str = TASKS[0]
     if_exists: IfExists = "resume"
     retry: Retry | None = None
     limit: int | None = None
@@ -67,6 +70,8 @@ class JobOptions:
             if not _is_json(value):
                 raise ValueError(f"a job's sampling_params must be JSON values, got {name}={brief(value)}")
         refuse_prompt_logprobs(SamplingParams.from_json(self.sampling_params))
+        if self.task == LOGLIKELIHOOD and self.sampling_params:
+            raise ValueError(f"{NO_PARAMS}: got {', '.join(self.sampling_params)}")
         self.result_form()
 
     def _verify_texts(self) -> None:
@@ -91,7 +96,7 @@ class JobOptions:
         """Raises ValueError for names that the result's columns cannot have."""
         keep = {"all": None, "none": ()}[self.keep] if isinstance(self.keep, str) else tuple(self.keep)
         n, logprobs = self.sampling_params.get("n"), self.sampling_params.get("logprobs")
-        return ResultForm(1 if n is None else n, logprobs, keep, self.output_column, self.output_prefix)
+        return ResultForm(1 if n is None else n, logprobs, keep, self.output_column, self.output_prefix, self.task)
 
 
 def _is_json(value: object) -> bool:

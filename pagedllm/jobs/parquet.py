@@ -105,7 +105,7 @@ class ParquetWriter:
 
 
 def result_fields(columns: Mapping[str, str]) -> list[Any]:
-    """Fields of the result's columns. columns: name -> type, "string", "int" or "float", with [] for each list."""
+    """Fields of the result's columns. columns: name -> type, with [] for each list; "float" has 32 bits."""
     pyarrow = need_pyarrow("")
     top = pyarrow.struct(
         [
@@ -116,6 +116,7 @@ def result_fields(columns: Mapping[str, str]) -> list[Any]:
         ]
     )
     kinds = {"string": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float32(), "top": top}
+    kinds |= {"double": pyarrow.float64(), "bool": pyarrow.bool_()}
     fields = []
     for name, text in columns.items():
         kind = kinds[text.rstrip("[]")]

@@ -27,6 +27,7 @@ from pagedllm.jobs.options import Retry
 from pagedllm.jobs.plan import EXPECTED_SHARE, JobPlan, is_worth_measuring, measure_speed
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.rows import ReadyRow, RowReader
+from pagedllm.jobs.score_rows import tell_end
 from pagedllm.jobs.tokens import TOKEN_BYTES, TokenStore
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -67,6 +68,7 @@ class Window:
     positions: array[int] = field(default_factory=lambda: array("i"))  # of the rows in the table
     max_output_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_samples: array[int] = field(default_factory=lambda: array("i"))  # that run for the row
+    num_context_tokens: array[int] = field(default_factory=lambda: array("i"))  # 0 where nothing is scored
     params: list[SamplingParams | str] = field(default_factory=list)  # the row's own as JSON, where they are many
     order: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # to run, as indices of the above
     num_rows: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # with this id, for each
@@ -127,6 +129,7 @@ class PlannedWork:
                 finished = []
                 for request in ended:
                     name, num_rows = self._in_flight.pop(request.prompt_index)
+                    tell_end(request)
                     output = RequestOutput.of_request(request, None, None, token_text)
                     finished.append(Finished(name, output, num_rows, cut_state(request)))
                 if finished:
@@ -194,7 +197,8 @@ class PlannedWork:
         row, name = self.table.rows[position], self.table.id_at(position)
         self._in_flight[row] = name, int(window.num_rows[index])
         cut = self._cut(name) if self._retries == "cut" else ()
-        request = self._reader.build(row, window.tokens.token_ids(index), params, name, cut)
+        token_ids, num_context = window.tokens.token_ids(index), window.num_context_tokens[index]
+        request = self._reader.build(row, token_ids, params, name, cut, num_context)
         request.rank = self._num_built
         self._num_built += 1
         return request
@@ -258,6 +262,7 @@ class PlannedWork:
             window.tokens.append(ready.encoded.token_ids)
             window.max_output_tokens.append(self._reader.max_output_tokens(ready))
             window.num_samples.append(ready.params.num_samples)
+            window.num_context_tokens.append(ready.encoded.num_context_tokens)
             window.params.append(self._kept_params(ready))
             if not self._first_prompt:
                 self._first_prompt = ready.encoded.text or self._text_of(ready.encoded.token_ids)
@@ -282,7 +287,7 @@ class PlannedWork:
                 if ending == ERROR:
                     done = self._retries != "failed"
                 else:
-                    limit = self._reader.max_output_tokens(ready)
+                    limit = self._reader.max_completion_tokens(ready)
                     done = num_tokens[i] <= limit
                     if ending == CUT and num_tokens[i] != limit:
                         done = num_tokens[i] == UNKNOWN_TOKENS and self._retries != "cut"

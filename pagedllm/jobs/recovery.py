@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from pagedllm.jobs.files import JobFiles
 from pagedllm.jobs.formats import PlainRows
 from pagedllm.jobs.journal import CUT, Journal
@@ -26,6 +28,7 @@ from pagedllm.jobs.planned import RowTable
 from pagedllm.jobs.prompting import PromptForm
 from pagedllm.jobs.result_form import ResultForm
 from pagedllm.jobs.rows import RowReader
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD
 from pagedllm.jobs.source import Line, Source
 
 CHUNK_ROWS = 1024
@@ -72,9 +75,9 @@ def recover(
                 journal.append([openai.recovered(line.text or b"", line.row) for line in lines])
         return
     form = ResultForm.of_settings(manifest["form"])
-    cut = dict(_cut_states(manifest.get("cut_states", "")))
+    cut = _CutStates(manifest.get("cut_states", ""))
     ids = base64.b64decode(manifest.get("ids", ""))
-    naming = reader.renamed(PlainRows(prompts, ()).parse)
+    naming = reader.renamed(PlainRows(prompts, (), is_scored=form.task == LOGLIKELIHOOD).parse)
     results = read_results(files, form) if ids else _sorted_results(files, form)
     number = 0
     for chunk in chunked(results, CHUNK_ROWS):
@@ -86,7 +89,7 @@ def recover(
         number += len(chunk)
         journal.append(
             [
-                (name, result.row, {**({"cut": cut[result.row]} if result.row in cut else {}), **result.values})
+                (name, result.row, {**cut.columns(result.row), **result.values})
                 for name, result in zip(names, chunk, strict=True)
                 if name
             ]
@@ -108,10 +111,13 @@ def read_results(files: JobFiles, form: ResultForm) -> Iterator[Result]:
 def _sorted_results(files: JobFiles, form: ResultForm) -> Iterator[Result]:
     """By their rows, in which order equal rows were numbered."""
     row_name = form.names()["row"]
+    rows, places = array("q"), array("q")
     with contextlib.closing(Source(str(files.final), kind=files.kind)) as source:
-        places = sorted((json.loads(line.text or b"")[row_name], line.place) for line in source.lines())
-        for _, place in places:
-            yield _result(source.line_at(place), form, is_text=False)
+        for line in source.lines():
+            rows.append(json.loads(line.text or b"")[row_name])
+            places.append(line.place)
+        for index in np.argsort(rows, kind="stable").tolist():
+            yield _result(source.line_at(places[index]), form, is_text=False)
 
 
 def _result(text: bytes, form: ResultForm, *, is_text: bool) -> Result:
@@ -121,24 +127,33 @@ def _result(text: bytes, form: ResultForm, *, is_text: bool) -> Result:
     for column, name in form.names().items():
         value = values.pop(name)
         if is_text and types[name] != "string":
-            value = json.loads(value)
+            value = json.loads(value) if value else None
         found[column] = value
     if is_text and found["error"]:
         found["output"] = None if form.n == 1 else [None] * form.n
     return Result(found.pop("row"), found, values)
 
 
-def _cut_states(text: str) -> Iterator[tuple[int, list[int]]]:
-    """(row, state) of rows that a length ended."""
-    if not text:
-        return
-    values = array("i")
-    values.frombytes(zlib.decompress(base64.b64decode(text)))
-    position = 0
-    while position < len(values):
-        row, length = values[position], values[position + 1]
-        yield row, values[position + 2 : position + 2 + length].tolist()
-        position += 2 + length
+class _CutStates:
+    """States of rows that a length ended, by row. text: the manifest's."""
+
+    def __init__(self, text: str) -> None:
+        values = zlib.decompress(base64.b64decode(text)) if text else b""
+        self._values = np.frombuffer(values, np.int32)  # row, length, state ...; rows ascend
+        begins, position = array("q"), 0
+        while position < len(self._values):
+            begins.append(position)
+            position += 2 + int(self._values[position + 1])
+        self._begins = np.frombuffer(begins, np.int64)
+        self._rows = self._values[self._begins]
+
+    def columns(self, row: int) -> dict[str, Any]:
+        """`cut` for the journal, where there is a state."""
+        index = int(np.searchsorted(self._rows, row))
+        if index == len(self._rows) or self._rows[index] != row:
+            return {}
+        begin = int(self._begins[index]) + 2
+        return {"cut": self._values[begin : begin + int(self._values[begin - 1])].tolist()}
 
 
 def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pagedllm.errors import RequestError
 from pagedllm.jobs.formats import columns_text, result_line
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD, NO_PARAMS, SCORE_COLUMNS, TASKS, no_score, score_columns
 from pagedllm.outputs import RESULT_COLUMNS, CompletionOutput, RequestOutput
 from pagedllm.sampling_params import SamplingParams
 
@@ -30,6 +31,8 @@ TYPES = {
     "token_ids": "int[]",
     "token_logprobs": "float[]",
     "top_logprobs": "top[][]",
+    "logprob": "double",
+    "is_greedy": "bool",
 }
 
 
@@ -42,6 +45,7 @@ class ResultForm:
     keep: tuple[str, ...] | None = None
     output_column: str = "output"
     output_prefix: str = ""
+    task: str = TASKS[0]
 
     def __post_init__(self) -> None:
         names = list(self.names().values())
@@ -63,7 +67,10 @@ class ResultForm:
 
     def columns(self) -> tuple[str, ...]:
         """By their own names, in order."""
-        return RESULT_COLUMNS if self.logprobs is None else (*RESULT_COLUMNS[:-1], *LOGPROB_COLUMNS, RESULT_COLUMNS[-1])
+        more: tuple[str, ...] = () if self.logprobs is None else LOGPROB_COLUMNS
+        if self.task == LOGLIKELIHOOD:
+            more = SCORE_COLUMNS
+        return (*RESULT_COLUMNS[:-1], *more, RESULT_COLUMNS[-1])
 
     def names(self) -> dict[str, str]:
         """Own name -> name in the file."""
@@ -96,6 +103,8 @@ class ResultForm:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises RequestError where a row's own parameters would give columns of another type, or none."""
+        if self.task == LOGLIKELIHOOD:
+            raise RequestError("invalid_parameter", NO_PARAMS, field="sampling_params")
         refuse_prompt_logprobs(params)
         for name, value, wanted in (("n", params.n, self.n), ("logprobs", params.logprobs, self.logprobs)):
             if value != wanted:
@@ -105,8 +114,12 @@ class ResultForm:
     def values(self, output: RequestOutput) -> dict[str, Any]:
         """The columns of a result but `row`, by their own names."""
         error = output.error
+        if self.task == LOGLIKELIHOOD:
+            plain = dataclasses.replace(self, task=TASKS[0]).values(output)
+            values = plain | (no_score() if error is not None else score_columns(output))
+            return {name: values[name] for name in self.columns() if name != "row"}
         one_each = [_failed()] * self.n if error is not None else [_completed(o) for o in output.outputs]
-        values: dict[str, Any] = {}
+        values = {}
         for name in self.columns():
             if name == "prompt_tokens":
                 values[name] = len(output.prompt_token_ids)

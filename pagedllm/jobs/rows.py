@@ -15,6 +15,7 @@ from pagedllm.errors import NotSupportedError, RequestError
 from pagedllm.jobs.continuation import go_on
 from pagedllm.jobs.formats import Row
 from pagedllm.jobs.keys import EqualRows, hashed, row_id, row_key
+from pagedllm.jobs.score_rows import paired
 from pagedllm.jobs.source import Line
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
@@ -97,11 +98,23 @@ class RowReader:
         room = self._builder.max_model_len - len(ready.encoded.token_ids)
         return room if ready.params.max_tokens is None else min(ready.params.max_tokens, room)
 
+    def max_completion_tokens(self, ready: ReadyRow) -> int:
+        """What `completion_tokens` of its result may be."""
+        if ready.row.continuation is not None:
+            return len(ready.encoded.token_ids) - ready.encoded.num_context_tokens
+        return self.max_output_tokens(ready)
+
     def build(
-        self, index: int, token_ids: list[int], params: SamplingParams, row_id: bytes, cut: Sequence[int] = ()
+        self,
+        index: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        row_id: bytes,
+        cut: Sequence[int] = (),
+        num_context_tokens: int = 0,
     ) -> Request:
-        """cut: what an earlier run left of this row (continuation.py)."""
-        prompt = EncodedPrompt(None, token_ids)
+        """cut: what an earlier run left of this row (continuation.py); num_context_tokens: that are not scored."""
+        prompt = EncodedPrompt(None, token_ids, num_context_tokens=num_context_tokens)
         request = self._builder.build(str(index), index, prompt, params, stream_key(self._seed, row_id))
         go_on(request, cut)
         return request
@@ -110,13 +123,16 @@ class RowReader:
         try:
             if encoded.error is not None:
                 raise encoded.error
+            if row.continuation is not None:
+                encoded = paired(self._builder, row.prompt, row.continuation, self._chat)
             params = self._params(row)
             self._builder.check_params(params)
             self._builder.check_prompt(encoded, params)
         except RequestError as error:
             name = hashed(line.text or b"", f"{error.code}: {error.message}".encode())
             return ReadyRow(line, row, encoded, name, error=error)
-        key = row.identity or row_key(encoded.token_ids, row.sampling_params)
+        own = {"continuation": encoded.num_context_tokens} if row.continuation is not None else row.sampling_params
+        key = row.identity or row_key(encoded.token_ids, own)
         draws_by_job = not params.is_greedy and params.seed in (None, -1)
         name = row_id(key, self._equal_rows.number(key) if draws_by_job else None)
         return ReadyRow(line, row, encoded, name, params)

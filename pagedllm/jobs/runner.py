@@ -36,11 +36,13 @@ from pagedllm.jobs.recovery import facts_for_recovery, recover
 from pagedllm.jobs.report import JobReport
 from pagedllm.jobs.report_page import write_report
 from pagedllm.jobs.rows import RowReader
+from pagedllm.jobs.score_rows import LOGLIKELIHOOD, PARAMS
 from pagedllm.jobs.source import Line, Source
 from pagedllm.jobs.stream import StreamWork
 from pagedllm.outputs import RequestOutput
 from pagedllm.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
+RECORDED = ("num_threads", "max_num_seqs", "max_num_batched_tokens", "block_size")  # in the manifest; none binds
 NUM_FIRST_ROWS = 100  # if all of these fail, so will the rest
 OnProgress = Callable[[JobReport], None]
 OnPlan = Callable[[JobPlan], None]
@@ -181,11 +183,13 @@ class Job:
         assert self._rows is not None
         assembly.defaults.params()  # a wrong generation_config.json is not every row's error
         given = self._options.sampling_params
-        defaults = {**assembly.defaults.values, **given}
+        is_scored = self._options.task == LOGLIKELIHOOD
+        defaults = PARAMS if is_scored else {**assembly.defaults.values, **given}
         assembly.builder.check_params(SamplingParams.from_json({}, defaults))
         for notice in self.notices:
             assembly.notices.tell(notice)
-        assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
+        if not is_scored:
+            assembly.notices.tell(f"rows without sampling_params: {assembly.defaults.describe(given)}", INFO)
         manifest = self._output.manifest if isinstance(self._output, JobFiles) else None
         self._created = (manifest or {}).get("created", self._created)
         if self._openai is not None:
@@ -246,7 +250,7 @@ class Job:
         if was_finished:
             recover(files, journal, reader, options.prompt_form(), self._openai)
         num_before = journal.num_lines
-        facts = self._facts(before)
+        facts = self._facts(assembly, before)
         files.note(job, "running", **{**facts, **{name: before.get(name) for name in ("rows", "input")}})
         if journal.num_damaged:
             assembly.notices.tell(f"{files.partial}: {journal.num_damaged:,} damaged lines are left out")
@@ -305,7 +309,7 @@ class Job:
         )
         files.drop_journal()
 
-    def _facts(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self, assembly: Assembly, before: Mapping[str, Any]) -> dict[str, Any]:
         """What the manifest records besides what binds. is_mixed: results of rows that have moved may be there."""
         assert self._source is not None
         options = self._options
@@ -318,6 +322,7 @@ class Job:
             "order": options.order,
             "form": self._form.settings(),
             "is_mixed": before.get("is_mixed", False),
+            "engine": {name: assembly.info[name] for name in RECORDED},
         }
 
     def _tell_of_lines(self, assembly: Assembly, config: EngineConfig) -> None:
@@ -355,6 +360,7 @@ def job_of(
         "model": model_digest(assembly.located),
         "seed": config.seed,
         **assembly.numerics,
+        "task": options.task,
         "sampling": {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
         "prompts": options.prompt_form().settings(),
         "shard": options.shard,

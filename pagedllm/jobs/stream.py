@@ -13,6 +13,7 @@ from pagedllm.assembly import Assembly
 from pagedllm.driver import SEQS_AHEAD, drive
 from pagedllm.jobs.formats import Row
 from pagedllm.jobs.rows import CHUNK_ROWS, ReadyRow, RowReader
+from pagedllm.jobs.score_rows import tell_end
 from pagedllm.outputs import RequestOutput
 from pagedllm.request import Request
 
@@ -37,7 +38,9 @@ class StreamWork:
         with contextlib.closing(drive(self._assembly.engine, self._source)) as steps:
             for ended in steps:
                 for request in ended:
-                    text = self._read[request.prompt_index].encoded.text
+                    row = self._read[request.prompt_index]
+                    text = row.encoded.text
+                    tell_end(request)
                     self._finish(RequestOutput.of_request(request, text, None, token_text))
                 yield self._ready()
 
@@ -57,7 +60,15 @@ class StreamWork:
             if row.params is None:
                 self._finish(row.refusal())
             else:
-                requests.append(self._reader.build(index, row.encoded.token_ids, row.params, row.id))
+                requests.append(
+                    self._reader.build(
+                        index,
+                        row.encoded.token_ids,
+                        row.params,
+                        row.id,
+                        num_context_tokens=row.encoded.num_context_tokens,
+                    )
+                )
         return requests
 
     def _ready(self) -> list[tuple[ReadyRow, RequestOutput]]:

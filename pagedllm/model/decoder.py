@@ -114,7 +114,7 @@ class Decoder:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
     ) -> Tensor:
-        """The head's [R, V] float32, a view of buffers.logits; `finish_logits` makes them the model's.
+        """`logits` of inputs.logits_indices, which `finish_logits` makes the model's.
 
         kv_caches: K and V of each layer, written in place.
         """
@@ -125,17 +125,23 @@ class Decoder:
         for layer, kv_cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
             layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_cache)
             layer.finish(rows)
-        last_layer = self.layers[-1]
-        last_layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_caches[-1])
-        logits = buffers.logits[: len(inputs.logits_indices)]
+        self.layers[-1].attend(attention_rows, rows, inputs.rope_rows, metadata, kv_caches[-1])
+        return self.logits(inputs.logits_indices, rows, buffers)
+
+    def logits(self, indices: Tensor, rows: StepRows, buffers: DecoderBuffers) -> Tensor:
+        """The head's [R, V] float32 of these tokens of the step that `forward` computed last, a view of buffers.logits.
+
+        indices: [R] int32; rows: of the whole step.
+        """
+        logits = buffers.logits[: len(indices)]
         if len(logits):
-            wanted = self._gather_wanted(rows, inputs.logits_indices, buffers)
-            last_layer.finish(wanted)
+            wanted = self._gather_wanted(rows, indices, buffers)
+            self.layers[-1].finish(wanted)
             self.head.apply(self.namespace, logits, wanted.normed)
         return logits
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """`forward`'s logits, changed in place as the model's config asks: what the head alone does not do."""
+        """`logits`, changed in place as the model's config asks: what the head alone does not do."""
         if self.config.logit_scale != 1:
             logits.mul_(self.config.logit_scale)
         if self.config.logit_softcap > 0:

@@ -64,6 +64,20 @@ def exp2_weight(logits: Tensor, temperature: float) -> Tensor:
     return torch.where(x >= -33, weight, 0)
 
 
+def kept_weight(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The w of a row, [V] float32 -> [V] int64; 0 for what min_p, top_k and top_p drop, as `sample` tells."""
+    weight = exp2_weight(logits, temperature)
+    weight[weight.double() < min_p * 2.0**32] = 0
+    order = torch.sort(logits, descending=True, stable=True).indices
+    if top_k > 0:
+        weight[order[top_k:]] = 0
+    if top_p < 1:
+        target = max(1, int(np.ceil(np.float64(top_p) * float(weight.sum()))))
+        before = weight[order].cumsum(0) - weight[order]
+        weight[order[before >= target]] = 0
+    return weight
+
+
 @operator(
     "process_logits(Tensor(a!) logits, Tensor? bitmask, Tensor? bias_offsets, Tensor? bias_ids, Tensor? bias_values, "
     "Tensor? penalties, Tensor? penalty_offsets, Tensor? penalty_ids, Tensor? penalty_counts) -> ()"
@@ -142,16 +156,7 @@ def sample(
         if t == 0:
             token_ids[row] = int((z == z.max()).nonzero()[0])
             continue
-        weight = exp2_weight(z, t)
-        weight[weight.double() < float(min_p[row]) * 2.0**32] = 0
-        order = torch.sort(z, descending=True, stable=True).indices
-        if top_k[row] > 0:
-            weight[order[int(top_k[row]) :]] = 0
-        if top_p[row] < 1:
-            target = max(1, int(np.ceil(np.float64(top_p[row]) * float(weight.sum()))))
-            before = weight[order].cumsum(0) - weight[order]
-            weight[order[before >= target]] = 0
-        inclusive = weight.cumsum(0)
+        inclusive = kept_weight(z, t, int(top_k[row]), float(top_p[row]), float(min_p[row])).cumsum(0)
         sample_index, position = counter[row].tolist()
         bits = random_bits(int(seed[row]) & (2**64 - 1), sample_index, position)
         threshold = bits * int(inclusive[-1]) >> 64

@@ -1,6 +1,6 @@
 """ForwardBatch: the numbers of one forward pass, from a plan and the persistent rows. Pure numpy, no request objects.
 
-B sequences, T new tokens in all, R rows whose logits are wanted.
+B sequences, T new tokens in all, R of them to sample after, S whose logits score the prompt's next token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class ForwardBatch:
     token_rows: NDArray[np.intp]  # [T] persistent row of each token
     slot_mappings: tuple[NDArray[np.int64], ...]  # per KV group [T]
     block_tables: tuple[Int32Array, ...]  # per KV group [B, max_blocks]
-    logits_indices: Int32Array  # [R] tokens whose logits are wanted
+    logits_indices: Int32Array  # [R] the last known token of a sequence
     logits_sequences: NDArray[np.intp]  # [R] the sequence of each, increasing
+    scored_indices: Int32Array  # [S] increasing
+    scored_sequences: NDArray[np.intp]  # [S] increasing
 
     @property
     def is_decode(self) -> bool:
@@ -55,7 +57,9 @@ def build_forward_batch(plan: SchedulerOutput, rows_of: RequestRows, block_size:
     slot_mappings = tuple(
         table[token_rows, block_index].astype(np.int64) * block_size + offset for table in rows_of.block_tables
     )
-    logits_indices = np.flatnonzero(positions >= first_logits[token_seq]).astype(np.int32)
+    wanted = np.flatnonzero(positions >= first_logits[token_seq]).astype(np.int32)
+    wanted_sequences = token_seq[wanted]
+    is_last = positions[wanted] == rows_of.num_tokens[rows[wanted_sequences]] - 1
     return ForwardBatch(
         rows=rows,
         q_lens=q_lens,
@@ -66,6 +70,8 @@ def build_forward_batch(plan: SchedulerOutput, rows_of: RequestRows, block_size:
         token_rows=token_rows,
         slot_mappings=slot_mappings,
         block_tables=tuple(rows_of.block_table(g, rows) for g in range(len(rows_of.block_tables))),
-        logits_indices=logits_indices,
-        logits_sequences=token_seq[logits_indices],
+        logits_indices=wanted[is_last],
+        logits_sequences=wanted_sequences[is_last],
+        scored_indices=wanted[~is_last],
+        scored_sequences=wanted_sequences[~is_last],
     )

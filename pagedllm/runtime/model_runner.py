@@ -8,6 +8,8 @@ The runner keeps the tokens it samples, so that a running request's next plan ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +28,11 @@ from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
+from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.sampler import Sampler
+
+NUM_SAMPLES = attrgetter("num_samples")
 
 
 class ModelRunner:
@@ -44,6 +49,7 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         recorder: Path | None,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
 
@@ -59,8 +65,11 @@ class ModelRunner:
         self.metadata_builder = MetadataBuilder(backend, config)
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
-        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows)
-        self.buffers = decoder.allocate_buffers(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
+        self.buffers = decoder.allocate_buffers(
+            max_num_batched_tokens, num_logits_rows(max_num_seqs, max_num_batched_tokens)
+        )
+        self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
         self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -71,7 +80,8 @@ class ModelRunner:
                 return ModelRunnerOutput((), ())
             batch = build_forward_batch(plan, self.rows, self.block_size)
             logits = self.forward(batch)
-            return self._sample(plan, batch, logits)
+            output = self._sample(plan, batch, logits)
+            return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
@@ -93,7 +103,7 @@ class ModelRunner:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder, self.decode_tapes
+        del self.decoder, self.buffers, self.metadata_builder, self.scorer, self.decode_tapes
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -126,10 +136,10 @@ class ModelRunner:
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
         if len(batch.logits_indices):
-            sequences, offsets = batch.logits_sequences, np.zeros(len(batch.logits_sequences), np.int32)
-            num_samples = [plan.scheduled[seq].num_samples for seq in sequences.tolist()]
-            if max(num_samples) > 1:
-                places, offsets = _repeated(num_samples)
+            sequences, offsets = batch.logits_sequences, np.zeros(1, np.int32)
+            is_plain = set(map(NUM_SAMPLES, plan.scheduled)) == {1}
+            if not is_plain:
+                places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
                 sequences, logits = sequences[places], logits[torch.from_numpy(places)]
             rows = batch.rows[sequences]
             positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
@@ -141,28 +151,49 @@ class ModelRunner:
             errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
             for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
                 sampled[seq] += (token_id,)
-            self._keep(plan, batch, sampled, is_finite)
+            kept = batch.logits_sequences
+            if not is_plain or min(output.token_ids) < 0:
+                kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
+            self._keep(batch, kept, sampled)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
-    def _keep(
-        self, plan: SchedulerOutput, batch: ForwardBatch, sampled: list[tuple[int, ...]], is_finite: list[bool]
-    ) -> None:
-        """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere."""
-        has_state = self.sampling_rows.has_stateful_rows
-        sequences = batch.logits_sequences.tolist()
-        kept = []
-        for seq in sequences:
-            if min(sampled[seq]) < 0:
-                is_finite[seq] = False
-            if min(sampled[seq]) < 0 or not plan.scheduled[seq].num_samples:
-                sampled[seq] = ()
-                continue
-            kept.append(seq)
-            if has_state:
-                self.sampling_rows.accept(int(batch.rows[seq]), sampled[seq][0])
-        rows, ends = batch.rows[kept], batch.seq_lens[kept]
-        self.rows.token_ids[rows, ends] = [sampled[seq][0] for seq in kept]
+    def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The output with the logprobs of prompt tokens; the step's logits are done with."""
+        scores = self.scorer.score(batch)
+        is_finite = list(output.is_finite)
+        for seq, rows in scores.items():
+            is_finite[seq] = is_finite[seq] and not np.isnan(rows.logprobs[:, 0]).any()
+        prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
+        return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
+
+    def _keep(self, batch: ForwardBatch, sequences: NDArray[np.intp], sampled: Sequence[tuple[int, ...]]) -> None:
+        rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
+        token_ids = [sampled[seq][0] for seq in sequences.tolist()]
+        self.rows.token_ids[rows, ends] = token_ids
         self.rows.num_tokens[rows] = ends + 1
+        if self.sampling_rows.has_stateful_rows:
+            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
+                self.sampling_rows.accept(row, token_id)
+
+
+def _drop_what_is_not_kept(
+    plan: SchedulerOutput, sequences: NDArray[np.intp], sampled: list[tuple[int, ...]], is_finite: list[bool]
+) -> NDArray[np.intp]:
+    """Empties `sampled` where there was nothing to draw from, and for beams, whose tokens are chosen elsewhere; returns
+    the other sequences."""
+    kept = []
+    for seq in sequences.tolist():
+        is_finite[seq] = min(sampled[seq]) >= 0
+        if is_finite[seq] and plan.scheduled[seq].num_samples:
+            kept.append(seq)
+        else:
+            sampled[seq] = ()
+    return np.array(kept, np.intp)
+
+
+def num_logits_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Rows of logits that a step holds at a time: one a request to sample, or a slice of a prompt."""
+    return min(max(max_num_seqs, SLICE_ROWS), max_num_batched_tokens)
 
 
 def _repeated(counts: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:

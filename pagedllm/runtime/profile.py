@@ -88,6 +88,8 @@ def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: i
         block_tables=(np.arange(num_seqs * blocks_per_seq, dtype=np.int32).reshape(num_seqs, -1),) * num_kv_groups,
         logits_indices=nothing,
         logits_sequences=nothing.astype(np.intp),
+        scored_indices=nothing,
+        scored_sequences=nothing.astype(np.intp),
     )
 
 

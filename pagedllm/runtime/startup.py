@@ -27,7 +27,7 @@ from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.ops.library import KernelSet, load_kernels
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
-from pagedllm.runtime.model_runner import ModelRunner
+from pagedllm.runtime.model_runner import ModelRunner, num_logits_rows
 from pagedllm.runtime.profile import StepProfile, profile_step
 from pagedllm.runtime.resolve import (
     CPU_MAX_NUM_BATCHED_TOKENS,
@@ -93,7 +93,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
             backend,
             block_size=config.block_size,
             num_tokens=full_step,
-            num_logits=min(max_num_seqs, full_step),
+            num_logits=num_logits_rows(max_num_seqs, full_step),
         )
         clock.lap("profile")
     max_num_batched_tokens = resolve_max_num_batched_tokens(config, profile.seconds)
@@ -117,6 +117,7 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=pool.max_model_len,
         num_threads=num_threads,
+        logprobs_mode=config.logprobs_mode,
         recorder=kernels.path if can_record and not config.enforce_eager else None,
     )
     clock.lap("kv_cache")

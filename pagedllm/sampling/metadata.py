@@ -25,6 +25,7 @@ class SamplingRows:
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.sample_index = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
+        self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int32)  # besides the prompt token's own
         self.masks: dict[int, tuple[MaskProcessor, ...]] = {}  # by row, only rows that have any
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # ids, values
         self.user: dict[int, UserProcessors] = {}
@@ -41,7 +42,8 @@ class SamplingRows:
         self.seed[row] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         self.sample_index[row] = request.sample_index
         if params.logprobs is not None:
-            self.num_logprobs[row] = self.vocab_size if params.logprobs == -1 else min(params.logprobs, self.vocab_size)
+            self.num_logprobs[row] = self._num_top(params.logprobs)
+        self.num_prompt_logprobs[row] = self._num_top(params.prompt_logprobs or 0)
         output: list[int] = token_ids[request.num_prompt_tokens :].tolist()
         masks = make_mask_processors(request, self.vocab_size)
         if masks:
@@ -58,6 +60,9 @@ class SamplingRows:
         if penalties != (1.0, 0.0, 0.0):
             self.penalties[row] = penalties
             self.counts[row] = PenaltyCounts(token_ids, request.num_prompt_tokens)
+
+    def _num_top(self, wanted: int) -> int:
+        return self.vocab_size if wanted == -1 else min(wanted, self.vocab_size)
 
     def clear(self, row: int) -> None:
         self.num_logprobs[row] = -1

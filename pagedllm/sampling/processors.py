@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedllm.choices import ChoiceTable, words_of
 from pagedllm.engine.scheduler_output import NewRequestData
 from pagedllm.errors import RequestError
 
@@ -104,6 +105,30 @@ class BadWords:
         del self._output[len(self._output) - num_tokens :]
 
 
+class Choices:
+    """structured_outputs.choice: tokens that lead to one of them; what ends an output may come at a whole one only."""
+
+    def __init__(self, table: ChoiceTable, ending_ids: Iterable[int]) -> None:
+        self._table = table
+        self._ending = words_of(ending_ids)
+        self._prefixes = [b""]  # of the output so far, by its number of tokens
+
+    def fill(self, row: MaskRow) -> None:
+        state, ending, words = self._table.state(self._prefixes[-1]), self._ending, row.view(np.uint32)
+        kept = [(i, int(words[i]) & bits & ~ending.get(i, 0)) for i, bits in state.words.items()]
+        if state.is_complete:
+            kept += [(i, int(words[i]) & bits) for i, bits in ending.items()]
+        words.fill(0)
+        for i, bits in kept:
+            words[i] |= bits
+
+    def accept(self, token_id: int) -> None:
+        self._prefixes.append(self._prefixes[-1] + self._table.prefix((token_id,)))
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._prefixes[len(self._prefixes) - num_tokens :]
+
+
 def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[MaskProcessor, ...]:
     params = request.sampling_params
     masks: list[MaskProcessor] = []
@@ -112,6 +137,8 @@ def make_mask_processors(request: NewRequestData, vocab_size: int) -> tuple[Mask
     ending_ids = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         ending_ids.update(request.eos_token_ids)
+    if request.choices is not None:
+        masks.append(Choices(request.choices, ending_ids))
     if params.min_tokens > 0 and ending_ids:
         masks.append(MinTokens(params.min_tokens, ending_ids, vocab_size))
     if request.bad_word_ids:

@@ -1,7 +1,8 @@
 """Sampler: logits in, one token a row out, with logprobs where asked for. Rows never influence each other.
 
 Order (SURFACE): raw logprobs, masks, bias, user callables, penalties, temperature, min_p, top_k, top_p, draw. The raw
-logits of rows that want logprobs are kept aside only if something edits logits in this step.
+logits of rows that want logprobs are kept aside only if something edits logits in this step. With
+logprobs_mode="processed_logprobs" the logprobs are of the distribution that is drawn from.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.errors import RequestError
-from pagedllm.ops.sampling import process_logits, sample, top_logprobs
+from pagedllm.ops.sampling import kept_weight, process_logits, sample, top_logprobs
 from pagedllm.request import TokenLogprobs
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.processors import token_words
 
 NO_PENALTIES = (1.0, 0.0, 0.0)
-NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+NO_TOKEN_LEFT = "allowed_token_ids, choices, bad_words and min_tokens together leave no token to choose"
 NOTHING = (None,) * 4
 EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_VALUES = np.zeros(0, np.float32)
@@ -34,9 +35,19 @@ class SamplerOutput:
     errors: dict[int, RequestError] = field(default_factory=dict)  # by place in R: a callable raised, say
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    token_ids: NDArray[np.int32]  # [R, 1 + k]: the row's own token, then the top k in order
+    logprobs: NDArray[np.float32]  # [R, 1 + k]
+    ranks: NDArray[np.int32]  # [R] of the row's own token
+
+
 class Sampler:
-    def __init__(self, namespace: str, vocab_size: int, rows: SamplingRows) -> None:
+    def __init__(
+        self, namespace: str, vocab_size: int, rows: SamplingRows, logprobs_mode: str = "raw_logprobs"
+    ) -> None:
         self.namespace = namespace
+        self.logprobs_mode = logprobs_mode
         self.vocab_size = vocab_size
         self.rows = rows
         self._all_tokens = token_words(range(vocab_size), vocab_size)
@@ -58,7 +69,7 @@ class Sampler:
         edits = self._edits(row_list, errors)
         has_user = bool(self.rows.user) and not self.rows.user.keys().isdisjoint(row_list)
         raw: Tensor | None = None
-        if len(wants_logprobs):
+        if len(wants_logprobs) and self.logprobs_mode == "raw_logprobs":
             raw = logits if len(wants_logprobs) == len(rows) else logits[torch.from_numpy(wants_logprobs)]
             if raw is logits and (edits is not None or has_user):
                 raw = logits.clone()
@@ -70,6 +81,8 @@ class Sampler:
         if errors:
             token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
+        if len(wants_logprobs) and raw is None:
+            raw = self._processed(logits, token_ids, rows, wants_logprobs)
         if raw is not None:
             logprobs = [None] * len(rows)
             found = self._logprobs(raw, token_ids[torch.from_numpy(wants_logprobs)], num_logprobs[wants_logprobs])
@@ -111,6 +124,21 @@ class Sampler:
         sample(self.namespace, token_ids, logits, temperature, top_k, top_p, min_p, seed, place)
         return token_ids
 
+    def _processed(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.intp], wanted: NDArray[np.intp]) -> Tensor:
+        """[len(wanted), V]: those rows by their temperature, and -inf where min_p, top_k or top_p drop a token."""
+        state, processed = self.rows, logits[torch.from_numpy(wanted)]
+        for z, i in zip(processed, wanted.tolist(), strict=True):
+            temperature, top_k, top_p, min_p = (
+                column[rows[i]].item() for column in (state.temperature, state.top_k, state.top_p, state.min_p)
+            )
+            if temperature == 0 or token_ids[i] < 0:
+                continue
+            if top_k > 0 or top_p < 1 or min_p > 0:
+                keep = kept_weight(z, temperature, top_k, top_p, min_p) > 0
+                z.masked_fill_(~keep, -torch.inf)
+            z.div_(temperature)
+        return processed
+
     def _edits(self, rows: Sequence[int], errors: dict[int, RequestError]) -> tuple[Tensor | None, ...] | None:
         """The arguments of process_logits after the logits, four for masks and bias, four for penalties; None where no
         row has any. A row whose masks leave no token is an error."""
@@ -138,18 +166,25 @@ class Sampler:
             return None
         return (bitmask, *(bias or (None,) * 3), *(penalties or (None,) * 4))
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
-        num_rows, k = len(ks), int(ks.max())
+    def top_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+        """Of each row's own token, token_ids [R] int32, and of its k likeliest; NaN where logits are not finite."""
+        num_rows = len(token_ids)
         top_ids = torch.empty((num_rows, k), dtype=torch.int32, device="cpu")
         top_values = torch.empty((num_rows, k), dtype=torch.float32, device="cpu")
         values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
         ranks = torch.empty(num_rows, dtype=torch.int32, device="cpu")
         top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
-        ids = np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1)
-        logprobs = np.concatenate((values[:, None].numpy(), top_values.numpy()), 1)
+        return TopLogprobs(
+            np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1),
+            np.concatenate((values[:, None].numpy(), top_values.numpy()), 1),
+            ranks.numpy(),
+        )
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
+        found = self.top_logprobs(logits, token_ids, int(ks.max()))
         return [
-            TokenLogprobs(ids[i, : 1 + n].copy(), logprobs[i, : 1 + n].copy(), rank) if rank else None
-            for i, (n, rank) in enumerate(zip(ks.tolist(), ranks.tolist(), strict=True))
+            TokenLogprobs(found.token_ids[i, : 1 + n].copy(), found.logprobs[i, : 1 + n].copy(), rank) if rank else None
+            for i, (n, rank) in enumerate(zip(ks.tolist(), found.ranks.tolist(), strict=True))
         ]
 
 

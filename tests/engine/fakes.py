@@ -19,8 +19,8 @@ from pagedllm.cache.kv_cache_manager import KVCacheManager
 from pagedllm.engine.core import EngineCore
 from pagedllm.engine.policy import FCFSPolicy, Policy
 from pagedllm.engine.scheduler import Scheduler
-from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagedllm.request import Request, TokenLogprobs
+from pagedllm.engine.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from pagedllm.request import LogprobRows, Request, TokenLogprobs
 from pagedllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 97
@@ -133,12 +133,16 @@ class FakeRunner:
         sampled: list[tuple[int, ...]] = []
         is_finite: list[bool] = []
         logprobs: list[tuple[TokenLogprobs, ...]] = []
+        scores: dict[str, LogprobRows] = {}
         for scheduled in plan.scheduled:
             row = self.rows[scheduled.request_id]
             end = scheduled.num_computed_tokens + scheduled.num_new_tokens
-            assert scheduled.first_logits_index == len(row.token_ids) - 1
+            rows = self._score(scheduled, row.token_ids, end)
+            if rows is not None:
+                scores[scheduled.request_id] = rows
+            assert scheduled.first_logits_index <= len(row.token_ids) - 1
             is_finite.append(scheduled.request_id not in self.non_finite)
-            if end <= scheduled.first_logits_index or not is_finite[-1]:
+            if end < len(row.token_ids) or not is_finite[-1]:
                 sampled.append(())
                 logprobs.append(())
                 continue
@@ -154,7 +158,23 @@ class FakeRunner:
             sampled.append(token_ids)
             values = np.array([logprob_of(seen)], np.float32)
             logprobs.append(tuple(TokenLogprobs(np.array([i], np.int32), values, 1) for i in token_ids))
-        return ModelRunnerOutput(sampled, is_finite, logprobs)
+        return ModelRunnerOutput(sampled, is_finite, logprobs, prompt_logprobs=scores)
+
+    def _score(self, scheduled: ScheduledRequest, token_ids: list[int], end: int) -> LogprobRows | None:
+        """Of the tokens after those that are computed now and whose logits are wanted."""
+        row = self.rows[scheduled.request_id]
+        begin = max(scheduled.num_computed_tokens, scheduled.first_logits_index)
+        scored = range(begin + 1, min(end + 1, len(token_ids)))
+        if not scored:
+            return None
+        seen = [self.slots[self._slot(row, position)] for position in range(end)]
+        values = [logprob_of([*seen[:position], token_ids[position]]) for position in scored]
+        return LogprobRows(
+            np.array([[token_ids[position]] for position in scored], np.int32),
+            np.array(values, np.float32)[:, None],
+            np.ones(len(scored), np.int32),
+            np.array([self.next_token(seen[:p], row.seed) == token_ids[p] for p in scored]),
+        )
 
 
 def top_logprobs(token_ids: Sequence[int], k: int) -> TokenLogprobs:

@@ -1,7 +1,7 @@
-"""CASES (a): what sampling parameters mean, each case's whole kind. A18 A20 A21 A22 A25 are elsewhere.
+"""CASES (a): what sampling parameters mean, each case's whole kind. A15 and A17 are in test_cases_samples.py, A18,
+A20 and A21 in test_cases_scores.py, A22 and A25 elsewhere.
 
-A15 and A17 are in test_cases_samples. User callables make the tiny model say what a case needs, so that nothing here
-hangs on what random weights prefer.
+User callables make the tiny model say what a case needs, so that nothing here hangs on what random weights prefer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CASES (e): memory. E6 is elsewhere: what it asks for needs prompt_logprobs."""
+"""CASES (e): memory. E6 is in test_cases_scores.py."""
 
 from __future__ import annotations
 

@@ -293,12 +293,12 @@ def test_logits_that_are_not_finite_are_that_requests_error_with_advice(
 ) -> None:
     original, num_calls = Sampler.sample, 0
 
-    def poisoned(self: Sampler, logits: torch.Tensor, rows: Any, positions: Any) -> Any:
+    def poisoned(self: Sampler, logits: torch.Tensor, *places: Any) -> Any:
         nonlocal num_calls
         if num_calls == step:
             logits[0, 7] = value
         num_calls += 1
-        return original(self, logits, rows, positions)
+        return original(self, logits, *places)
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "sample", poisoned)

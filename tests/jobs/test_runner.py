@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pagedllm import LLM, NotSupportedError, SamplingParams
+from pagedllm import LLM, SamplingParams
 from pagedllm.errors import ModelError
 from pagedllm.jobs import rows as job_rows
 from pagedllm.jobs import stream
@@ -87,6 +87,20 @@ def test_every_line_is_answered_in_order_and_bad_ones_have_their_reason(run):
     assert [failed[name] for name in COLUMNS[:5]] == [None, "error", "", 201, 0]
     assert list(rows[1]) == COLUMNS
     assert (run.report.num_rows, run.report.num_failed, run.report.num_cut) == (11, 8, 3)
+
+
+def test_with_n_four_columns_are_lists_of_n_in_every_row(run):
+    rows = [{"prompt": "ab"}, {"prompt": "x" * 200}, {"prompt": "ab", "sampling_params": {"n": 2}}, {"prompt": "cd"}]
+    found = run(rows, sampling_params={"n": 3, "max_tokens": 4})
+    assert [list(row) for row in found[:1]] == [["prompt", *COLUMNS]]
+    assert [len(set(row["output"])) for row in (found[0], found[3])] == [3, 3]
+    assert found[0]["finish_reason"] == ["length"] * 3
+    failed = [found[1][name] for name in COLUMNS[:5]]
+    assert failed == [[None] * 3, ["error"] * 3, [""] * 3, 201, [0] * 3]
+    assert found[2]["error"].startswith("invalid_parameter: n=2 in a row, 3 in the job")
+    assert found[3]["completion_tokens"] == [4] * 3
+    assert run.report.num_completion_tokens == 24
+    assert run(rows, sampling_params={"n": 3, "max_tokens": 4}) == found
 
 
 def test_a_row_that_fails_while_running_costs_no_other(run):
@@ -236,7 +250,7 @@ def test_a_clash_of_names_in_the_first_row_is_refused_before_a_model_is_needed(t
         ({"top_p": 7}, ValueError),
         ({"logprobs": -2}, ValueError),
         ({"logits_processors": [print]}, ValueError),
-        ({"prompt_logprobs": 2}, NotSupportedError),
+        ({"prompt_logprobs": 2}, ValueError),
     ],
 )
 def test_given_parameters_are_checked_before_a_model_is_needed(tmp_path, params, error):

@@ -53,7 +53,7 @@ def test_a_chunk_and_a_decode_share_a_batch() -> None:
     assert batch.logits_sequences.tolist() == [0]
 
 
-def test_logits_are_wanted_from_the_first_index_on() -> None:
+def test_from_the_first_index_on_tokens_are_scored_and_the_last_is_sampled_from() -> None:
     rows = filled_rows()
     plan = SchedulerOutput(
         scheduled=[
@@ -63,7 +63,9 @@ def test_logits_are_wanted_from_the_first_index_on() -> None:
         num_tokens=8,
     )
     batch = build_forward_batch(plan, rows, block_size=8)
-    assert batch.logits_indices.tolist() == [2, 5, 6, 7]
-    assert batch.logits_sequences.tolist() == [0, 1, 1, 1]
+    assert batch.logits_indices.tolist() == [2, 7]
+    assert batch.logits_sequences.tolist() == [0, 1]
+    assert batch.scored_indices.tolist() == [5, 6]
+    assert batch.scored_sequences.tolist() == [1, 1]
     assert batch.rows.tolist() == [rows.row_of("a"), rows.row_of("b")]
     assert batch.token_ids.dtype == np.int32
