@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import Check, Checkpoint, SafetensorsCheckpoint
+from pagedllm.model.checkpoint import ALL_ROWS, Check, Checkpoint, SafetensorsCheckpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
@@ -88,8 +89,13 @@ def load_model(
     backend: AttentionBackend,
     namespace: str,
     weight_format: WeightFormat | None = None,
+    num_threads: int = 1,
 ) -> Decoder:
-    """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit."""
+    """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
+
+    num_threads: so many threads read and pack. The caller has set torch's own threads to one then: on a busy machine
+    its teams wait for each other at every slab, which made 0.2 s of work take 9.
+    """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
     check_head_dim(checkpoint, config, backend)
@@ -99,9 +105,22 @@ def load_model(
     slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)
     _check_tied_head(checkpoint, config, family)
-    for name in checkpoint.names():  # in the order of the files
-        if name in slots:
-            _fill(slots[name], checkpoint, name)
+    jobs = [
+        (slots[name], name, rows)
+        for name in checkpoint.names()  # in the order of the files
+        if name in slots
+        for rows in (_slabs(checkpoint, name) if slots[name].load_rows else (ALL_ROWS,))
+    ]
+    if num_threads == 1:
+        for job in jobs:
+            _fill(checkpoint, *job)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            try:
+                for future in [pool.submit(_fill, checkpoint, *job) for job in jobs]:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
     return decoder
 
 
@@ -113,11 +132,11 @@ def check_head_dim(checkpoint: Checkpoint, config: ModelConfig, backend: Attenti
         )
 
 
-def _fill(slot: WeightSlot, checkpoint: Checkpoint, name: str) -> None:
+@torch.inference_mode()  # of each thread by itself
+def _fill(checkpoint: Checkpoint, slot: WeightSlot, name: str, rows: slice) -> None:
     if slot.load_rows is None:
         slot.load(checkpoint.read(name))
-        return
-    for rows in _slabs(checkpoint, name):
+    else:
         slot.load_rows(rows.start, checkpoint.read(name, rows))
 
 

@@ -85,9 +85,10 @@ def start(config: EngineConfig, checkpoint: Checkpoint) -> Runtime:
     kernels = load_kernels(config.kernels)
     backend, weight_format = choose_formats(kernels, dtype)
     clock.lap("kernels")
-    with torch_threads(num_threads), torch.inference_mode():
-        decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format)
+    with torch_threads(1), torch.inference_mode():
+        decoder = load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, num_threads)
         clock.lap("weights")
+    with torch_threads(num_threads), torch.inference_mode():
         profile = profile_step(
             decoder,
             backend,

@@ -20,9 +20,10 @@ from torch import Tensor
 from pagedllm.errors import ModelError
 from pagedllm.model.checkpoint import SafetensorsCheckpoint
 from pagedllm.model.decoder import Decoder
-from pagedllm.model.loader import open_checkpoint
+from pagedllm.model.loader import load_model, open_checkpoint
+from pagedllm.ops.attention import CpuAttentionBackend
 from tests.model.configs import SMOLLM2_135M
-from tests.model.harness import Sequences, load
+from tests.model.harness import REFERENCE, Sequences, load
 from tests.model.models import build, edit_config, logits_of, random_ids, relative_error, save
 
 INDEX = "model.safetensors.index.json"
@@ -98,6 +99,25 @@ def test_loading_holds_little_beside_the_packed_weights(dtype: torch.dtype, tmp_
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 0.9 < float(result.stdout) < 1.3
+
+
+def load_by(num_threads: int, folder: Path) -> Decoder:
+    return load_model(
+        open_checkpoint(str(folder)), torch.float32, CpuAttentionBackend(REFERENCE), REFERENCE, None, num_threads
+    )
+
+
+def test_threads_load_the_same_and_pass_on_what_goes_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = random_ids(20)
+    expected = Sequences(load_by(1, folder)).logits(text)
+    assert torch.equal(Sequences(load_by(3, folder)).logits(text), expected)
+
+    def fail(*arguments: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("pagedllm.model.checkpoint.os.preadv", fail)
+    with pytest.raises(ModelError, match=r"model.safetensors: .* cannot be read: Input/output error"):
+        load_by(3, folder)
 
 
 def first_shard(folder: Path) -> Path:
