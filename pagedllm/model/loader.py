@@ -19,6 +19,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
+from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
@@ -89,16 +90,20 @@ def load_model(
     backend: AttentionBackend,
     namespace: str,
     weight_format: WeightFormat | None = None,
+    max_model_len: int | None = None,
     num_threads: int = 1,
 ) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
 
+    max_model_len: layers are put into KV groups for texts up to it, or to the model's own length; None: into one group.
     num_threads: so many threads read and pack. The caller has set torch's own threads to one then: on a busy machine
     its teams wait for each other at every slab, which made 0.2 s of work take 9.
     """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
     check_head_dim(checkpoint, config, backend)
+    if max_model_len is not None:
+        config = group_layers(config, min(max_model_len, config.max_position))
     decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
     checkpoint = family.unpacked(checkpoint) if family.unpacked else checkpoint
     family = family.of_checkpoint(config, checkpoint.names())

@@ -298,3 +298,18 @@ def test_plans_of_small_windows_give_the_same_file(folder, monkeypatch, num_rows
     monkeypatch.setattr("pagedllm.jobs.planned.SCAN_ROWS", num_rows)
     monkeypatch.setattr("pagedllm.jobs.planned.MAX_ROWS", num_rows)
     assert folder.run() == whole
+
+
+def test_what_changed_is_counted_once_all_windows_are_read(folder, monkeypatch, caplog):
+    caplog.set_level("INFO", "pagedllm")
+    monkeypatch.setattr("pagedllm.jobs.planned.SCAN_ROWS", 10)
+    monkeypatch.setattr("pagedllm.jobs.planned.MAX_ROWS", 10)
+    rows = [{"prompt": f"{i}"} for i in range(40)]
+    folder.write(rows)
+    folder.run()
+    rows[3]["prompt"] = "changed"
+    folder.write([*rows[:35], {"prompt": "new"}])
+    folder.run()
+    told = [record.message for record in caplog.records if record.message.startswith("continuing")]
+    assert told[-1] == "continuing: 34 of 36 rows done; in the input since: 2 changed, 4 vanished"
+    assert not any("since" in text for text in told[:-1])

@@ -15,6 +15,7 @@ from pagedllm.model.registry import FAMILIES, read_model_config
 from tests.model.configs import REAL_CONFIGS
 from tests.model.family_models import CASES, config_json
 from tests.model.gguf_families import GGUF_CASES
+from tests.model.transformers_cases import WITHOUT_FAMILY
 
 ROPE_WORDS = {"longrope": "longrope"}
 GGUF_TESTED_ELSEWHERE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")  # test_gguf.py
@@ -27,7 +28,8 @@ tokens, for the twins and for the compiled kernels. Rows hold what the tested co
 that is not known is refused by name. Weights are read from safetensors in float64, float32, bfloat16 or float16,
 gpt-oss's experts in MXFP4 too; GGUF where the table says so, in every type that the package gguf dequantizes:
 {types}. Activations: {activations}. Ropes: default, linear, dynamic, yarn, longrope, llama3,
-in both spellings of transformers 4 and 5.
+in both spellings of transformers 4 and 5. Layers with a window give back the K and V that their windows have left
+behind; `llm.info()` says what a text of full length takes, and what it would take without that.
 
 GGUF files of the tested families were also run by llama.cpp, which gave the same logits. Where a file does not say
 what a model does, its published form is taken: the rope that gpt-oss's yarn does not truncate, the norms of experts'
@@ -40,6 +42,24 @@ CUDA kernels yet.
 
 | architecture | GGUF | what its tested configs use |
 |---|---|---|
+"""
+
+BY_TRANSFORMERS = """
+## Run by transformers
+
+A causal language model that is not in the table, and that the installed transformers knows, is run by transformers
+with its attention over our paged cache; a notice says so. `model_impl="transformers"` asks for it, `"pagedllm"` for
+our own decoder only. Tested for equal greedy tokens in float32, in batches, in chunks, from the prefix cache and after
+preemption: {names}; and with softcaps and attention sinks on `Gemma2ForCausalLM` and `GptOssForCausalLM`.
+
+What a layer asks of attention (heads, scale, window, softcap, sinks) is found by a pass over four tokens, and two short
+texts must give the same logits as with the model's own attention before the model is used. Products are torch's, so
+results may differ with the batch: `llm.info()["deterministic"]` is False. Weights are read from safetensors, by
+transformers.
+
+Refused by name: encoders, recurrent layers and convolutions, attention that cannot be replaced (alibi), that is not
+causal, in chunks or with a mask or bias of its own, keys and values of different sizes, heads that differ by layer,
+ropes that change with the longest text of a batch (dynamic, longrope), quantized weights, code from a model's folder.
 """
 
 
@@ -102,7 +122,8 @@ def document() -> str:
     types, activations = [entry[0] for entry in TENSOR_TYPES.values()], sorted(ACTIVATIONS)
     lists = {"types": types, "activations": activations}
     words = {key: ", ".join(f"`{name}`" for name in names) for key, names in lists.items()}
-    return HEAD.format(**words) + "".join(rows)
+    foreign = BY_TRANSFORMERS.format(names=", ".join(f"`{name}`" for name in WITHOUT_FAMILY))
+    return HEAD.format(**words) + "".join(rows) + foreign
 
 
 if __name__ == "__main__":

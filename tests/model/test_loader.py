@@ -103,7 +103,7 @@ def test_loading_holds_little_beside_the_packed_weights(dtype: torch.dtype, tmp_
 
 def load_by(num_threads: int, folder: Path) -> Decoder:
     return load_model(
-        open_checkpoint(str(folder)), torch.float32, CpuAttentionBackend(REFERENCE), REFERENCE, None, num_threads
+        open_checkpoint(str(folder)), torch.float32, CpuAttentionBackend(REFERENCE), REFERENCE, num_threads=num_threads
     )
 
 
