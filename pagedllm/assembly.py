@@ -51,16 +51,17 @@ def assemble(config: EngineConfig) -> Assembly:
     """Loads the model. Raises ValueError, NotSupportedError, ModelError, NotEnoughMemoryError, LibraryError."""
     from pagedllm.model.hub import locate
     from pagedllm.model.loader import open_checkpoint
+    from pagedllm.runtime.compute_device import wants_cuda
     from pagedllm.runtime.footprint import check_footprint
     from pagedllm.runtime.resolve import resolve_dtype
     from pagedllm.runtime.startup import start
 
     begin = time.perf_counter()
-    dtype = resolve_dtype(config.dtype, config.kernels)
+    dtype = resolve_dtype(config.dtype, config.kernels, wants_cuda(config.device))
     located = locate(config)
-    checkpoint = open_checkpoint(
-        located.model, config.load_format, config.gguf_file, dtype, check=partial(check_footprint, config, dtype)
-    )
+    # a GPU's memory is looked at when its kernels are there
+    check = None if wants_cuda(config.device) else partial(check_footprint, config, dtype)
+    checkpoint = open_checkpoint(located.model, config.load_format, config.gguf_file, dtype, check=check)
     opened = time.perf_counter() - begin  # with a GGUF file's conversion, where that is made now
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights
         loading = thread.submit(_load_tokenizer, located.tokenizer or checkpoint.path)
@@ -160,7 +161,7 @@ def _numerics(runtime: Runtime) -> dict[str, str]:
 def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     return {
         "model": config.model,
-        "device": "cpu",
+        "device": runtime.device_name,
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "kernels": runtime.kernels.name,
         "model_impl": runtime.model_impl,

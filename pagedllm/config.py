@@ -59,9 +59,9 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "a bool", getattr(self, name))
-        if self.deterministic not in (None, True):
-            if self.deterministic is not False:
-                raise _wrong("deterministic", "None or a bool", self.deterministic)
+        if not isinstance(self.deterministic, (bool, type(None))):
+            raise _wrong("deterministic", "None or a bool", self.deterministic)
+        if self.deterministic is False and self.device in ("auto", "cpu"):
             raise ValueError("deterministic=False is refused on a CPU, where equal tokens cost nothing: leave it None")
         if self.deterministic and self.kernels == "reference":
             raise ValueError(

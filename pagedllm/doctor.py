@@ -107,6 +107,9 @@ def check_gpu() -> Finding:
     """The GPU and its driver, as torch sees them; none is fine."""
     import torch
 
+    from pagedllm.ops.library import CUDA_LIBRARY, load_cuda_kernels
+    from pagedllm.runtime.compute_device import open_device
+
     driver = _driver_version()
     if torch.version.cuda is None:
         if driver is None:
@@ -116,7 +119,13 @@ def check_gpu() -> Finding:
     if not torch.cuda.is_available():
         value = f"torch for CUDA {torch.version.cuda} finds no GPU, driver {driver or 'not loaded'}"
         return Finding("warn", "gpu", value, "load the NVIDIA driver, or pass device='cpu'")
-    properties = torch.cuda.get_device_properties(0)
+    try:
+        device = open_device("cuda")
+        load_cuda_kernels()
+    except PagedLLMError as error:
+        # without the library device="auto" takes the CPU
+        return Finding("fail" if CUDA_LIBRARY.exists() else "warn", "gpu", f"{error}; driver {driver}")
+    properties = torch.cuda.get_device_properties(device.torch_device)
     value = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / GIB:.0f} GiB"
     return Finding("ok", "gpu", f"{value}, driver {driver}, CUDA {torch.version.cuda}")
 

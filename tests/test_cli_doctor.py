@@ -103,6 +103,14 @@ def test_a_driver_without_a_torch_for_it_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert doctor.check_gpu().value == "torch for CUDA 13.0 finds no GPU, driver 580.65.06"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA Thing")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (7, 5))
+    assert doctor.check_gpu().value.startswith(
+        "device='cuda' finds NVIDIA Thing of compute capability 7.5, the kernels need 8.0"
+    )
 
 
 def test_the_cache_tells_its_size_and_whether_it_can_be_written(monkeypatch, tmp_path):

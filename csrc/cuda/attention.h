@@ -6,16 +6,25 @@
 namespace pagedllm {
 
 // How items of a work list are laid out: the header counts items (all, of 128, of 64, of 16 rows), items of 128 rows
-// come first, then those of 64, then of 16.
+// come first, then those of 64, then of 16. Kernels run in that order.
 struct AttentionWork {
   int32_t seq, first_row, num_rows;  // rows are (token, head in group) pairs
-  int32_t first_key, end_key;        // multiples of 512 but for the last end
+  int32_t first_key, end_key;        // multiples of 512 but for the last end, or where a shared prefix ends
   int32_t slot;         // of the rows' partial results, a slot for 16 rows; -1: the item reduces all its keys in one go
   int32_t slot_stride;  // between the slots of neighbouring groups of 16 rows
-  int32_t is_carried;   // the item walks all its splits and keeps in its slots what it has so far
+  int32_t flags;        // AttentionFlag
+};
+enum AttentionFlag : int32_t {
+  kCarries = 1,    // the item walks all its splits and keeps in its slots what it has so far
+  kContinues = 2,  // 16 rows: the item goes on from what a shared item left in its slot, within the first split
+  // 64 rows: the item's tokens are the only ones of sequences that have these keys in common. `seq` is the first
+  // one's place in the merge list, where the others follow; `slot` is the split, counted from each one's first slot;
+  // slot_stride is the least position among them.
+  kShared = 4,
 };
 struct AttentionMerge {  // 16 rows
-  int32_t seq, first_row, first_slot, num_splits;
+  int32_t seq, first_row, first_slot;
+  int32_t num_splits;  // 0: nothing is merged, the entry is for shared items
 };
 
 struct PagedAttentionParams {
@@ -37,7 +46,7 @@ struct PagedAttentionParams {
   float tanh_scale;  // scale / softcap * 2 log2(e); paged_attention() fills it in
   int32_t window;
   int32_t max_work, max_merge;  // rows of work and merge without the headers
-  int32_t has_long_items;       // 0: all items have 16 rows, the list's other parts are empty
+  int32_t most_rows;              // of an item that the list may hold: 128, 64 or 16
   int32_t is_bf16;              // else float16
 };
 

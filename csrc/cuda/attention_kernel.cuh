@@ -27,6 +27,7 @@ struct OnePair<half> {
 template <class T, int D, int ROWS>
 class AttentionBlock {
   using S = Tile<D, ROWS>;
+  using Item = ItemContext<S>;
   using RowSwizzle = Swizzle<S::kChunks>;        // of Q, K and V
   using WeightSwizzle = Swizzle<kTileKeys / 8>;  // of P
   static constexpr int G = S::kGroups;
@@ -34,47 +35,43 @@ class AttentionBlock {
   static constexpr int C = 2 * S::kWarpPairs;  // n8 tiles of output columns
 
  public:
-  __device__ __forceinline__ explicit AttentionBlock(const ItemContext& context) : p(context.p), item(context) {}
+  __device__ __forceinline__ explicit AttentionBlock(const Item& context) : p(context.p), item(context) {}
 
   __device__ __forceinline__ void run() {
+    if (item.state().first_visible >= item.work().end_key)
+      return;  // a window hides all its keys; nobody reads its slot
     KvStream<T, D, ROWS> stream(item);
     load_q();
-#pragma unroll
-    for (int i = 0; i < S::kSlots - 1; ++i) {
-      stream.start_next();
-      copy_async_commit();
-    }
-    const bool is_active = warp_index() * S::kWarpRows < item.work().num_rows;  // warps without rows only copy
-    const int end_tile = (item.work().end_key + kTileKeys - 1) / kTileKeys;
-    int tile = item.first_visible() / kTileKeys, slot_byte = S::kFixedBytes;
+    int tile = item.state().first_visible / kTileKeys, slot_byte = S::kFixedBytes;
+    fill_slots<0>(stream, tile);
     bool has_carry = false, is_first = true;
     while (true) {
       reset();
-      const int split_end = item.work().is_carried != 0 ? (tile / kTilesPerSplit + 1) * kTilesPerSplit : end_tile;
-      for (const int end = split_end < end_tile ? split_end : end_tile; tile < end; ++tile) {
-        next_half(stream);
+      if (S::kSharesRows && is_first && has_flag(kContinues)) load_state();
+      const int split_end = has_flag(kCarries) ? (tile / kTilesPerSplit + 1) * kTilesPerSplit : end_tile();
+      for (const int end = split_end < end_tile() ? split_end : end_tile(); tile < end; ++tile) {
+        next_half<0>(stream, tile, slot_byte);
         if (S::kKeepsQ && is_first) load_q_fragments();
         is_first = false;
         uint32_t weights[G][N][2];  // p as 16-bit pairs: of rows g and g + 8
-        if (is_active) {
+        if (is_active()) {
           float s[G][N][4];
           scores(slot_byte, s);
           hide_keys(tile * kTileKeys, s);
           softmax(s, weights);
         }
         slot_byte = S::next_slot(slot_byte);
-        next_half(stream);
-        if (is_active) accumulate(slot_byte, weights);
+        next_half<1>(stream, tile, slot_byte);
+        if (is_active()) accumulate(slot_byte, weights);
         slot_byte = S::next_slot(slot_byte);
       }
-      if (has_carry && is_active) join_carry();
-      has_carry = tile < end_tile;
-      if (!has_carry) copy_async_wait<0>();  // where a window hides all of the item's keys, Q is still on its way
-      if (!has_carry && (item.work().slot < 0 || item.work().is_carried != 0)) break;
-      if (is_active) save();
+      if (has_carry && is_active()) join_carry();
+      has_carry = tile < end_tile();
+      if (!has_carry && (item.work().slot < 0 || has_flag(kCarries))) break;
+      if (is_active()) save();
       if (!has_carry) return;
     }
-    store_output(is_active);
+    store_output();
   }
 
  private:
@@ -87,6 +84,10 @@ class AttentionBlock {
     return {thread >> 5, thread & 31};
   }
   __device__ __forceinline__ static int warp_index() { return thread_index() >> 5; }
+  // Warps without rows only copy.
+  __device__ __forceinline__ static bool is_active() { return warp_index() * S::kWarpRows < Item::work().num_rows; }
+  __device__ __forceinline__ static int end_tile() { return (Item::work().end_key + kTileKeys - 1) / kTileKeys; }
+  __device__ __forceinline__ static bool has_flag(AttentionFlag flag) { return (Item::work().flags & flag) != 0; }
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -103,11 +104,21 @@ class AttentionBlock {
     }
   }
 
-  // Waits for the next half tile in order, and starts the copy that takes the place of the one before.
-  __device__ __forceinline__ void next_half(KvStream<T, D, ROWS>& stream) {
+  // Starts the first copies, into all slots but one.
+  template <int HALVES>
+  __device__ __forceinline__ static void fill_slots(KvStream<T, D, ROWS>& stream, int tile) {
+    if constexpr (HALVES < S::kSlots - 1) {
+      stream.template start<HALVES>(tile, S::kFixedBytes + HALVES * S::kSlotBytes);
+      copy_async_commit();
+      fill_slots<HALVES + 1>(stream, tile);
+    }
+  }
+  // Waits for K (or V, HALF = 1) of a tile, and starts the copy that takes the place of the half tile before.
+  template <int HALF>
+  __device__ __forceinline__ static void next_half(KvStream<T, D, ROWS>& stream, int tile, int slot_byte) {
     copy_async_wait<S::kSlots - 2>();
     __syncthreads();  // all threads' copies have arrived, and all have done with the slot that is filled next
-    stream.start_next();
+    stream.template start<HALF + S::kSlots - 1>(tile, S::previous_slot(slot_byte));
     copy_async_commit();
   }
 
@@ -181,8 +192,10 @@ class AttentionBlock {
     const int first_row = item.work().first_row + warp * S::kWarpRows;
     const int warp_key = first_key + (S::kSharesRows ? 16 * warp : 0);
     const unsigned window = p.window > 0 ? static_cast<unsigned>(p.window) : 0x7fffffffu;
-    const bool is_full = warp_key + 8 * N - 1 <= item.position(first_row) &&
-                         static_cast<unsigned>(item.position(first_row + 16 * G - 1) - warp_key) < window;
+    const bool is_full = item.is_shared()
+                             ? p.window <= 0
+                             : warp_key + 8 * N - 1 <= item.position(first_row) &&
+                                   static_cast<unsigned>(item.position(first_row + 16 * G - 1) - warp_key) < window;
     if (is_full) return;
 #pragma unroll
     for (int i = 0; i < G; ++i)
@@ -337,8 +350,19 @@ class AttentionBlock {
   // The first output column of this warp, and of this thread in an n8 tile.
   __device__ __forceinline__ static int first_chunk() { return S::kSharesRows ? 2 * warp_index() : 0; }
   __device__ __forceinline__ static int first_column() { return first_chunk() * 8 + 2 * (thread_index() % 4); }
-  __device__ __forceinline__ Partial<D> partial_of(int row) const {
-    return Partial<D>(p, item.work().slot + row / kSlotRows * item.work().slot_stride, item.kv_head);
+  // Where a row of the item leaves its partial result.
+  struct SlotRow {
+    Partial<D> partial;
+    int row;
+  };
+  __device__ __forceinline__ SlotRow slot_row(int row) const {
+    if (item.is_shared()) {
+      const int packed_row = item.work().first_row + row;
+      return {Partial<D>(p, item.member(packed_row).first_slot + item.work().slot, item.kv_head()),
+              item.head_in_group(packed_row)};
+    }
+    return {Partial<D>(p, item.work().slot + row / kSlotRows * item.work().slot_stride, item.kv_head()),
+            row % kSlotRows};
   }
 
   // The split's result, joined with what came before, to the workspace.
@@ -346,23 +370,39 @@ class AttentionBlock {
     __syncwarp();  // all threads of a row have read the state that one of them overwrites
     const bool has_state = thread_index() % 4 == 0 && (!S::kSharesRows || warp_index() == 0);
     for_each_row([&](int i, int h, int row) {
-      const Partial<D> partial = partial_of(row);
-      if (has_state) *partial.state(row % kSlotRows) = make_float2(max[i][h], sum[i][h]);
-      float2* accumulators = partial.accumulators(row % kSlotRows, first_column());
+      const SlotRow slot = slot_row(row);
+      if (has_state) *slot.partial.state(slot.row) = make_float2(max[i][h], sum[i][h]);
+      float2* accumulators = slot.partial.accumulators(slot.row, first_column());
       for_each_column(
           [&](int n, int chunk) { accumulators[chunk * 4] = make_float2(o[i][n][2 * h], o[i][n][2 * h + 1]); });
+    });
+  }
+  // What a shared item, in a launch before, left of the split that this item goes on with. Where a window hides that
+  // from the row, it may have left nothing.
+  __device__ __forceinline__ void load_state() {
+    for_each_row([&](int i, int h, int row) {
+      if (p.window > 0 && item.position(item.work().first_row + row) - p.window + 1 >= item.work().first_key) return;
+      const SlotRow slot = slot_row(row);
+      const float2 state = *slot.partial.state(slot.row);
+      max[i][h] = state.x;
+      sum[i][h] = state.y;
+      const float2* accumulators = slot.partial.accumulators(slot.row, first_column());
+      for_each_column([&](int n, int chunk) {
+        o[i][n][2 * h] = accumulators[chunk * 4].x;
+        o[i][n][2 * h + 1] = accumulators[chunk * 4].y;
+      });
     });
   }
   // What save() left there; barriers lie between.
   __device__ __forceinline__ void join_carry() {
     for_each_row([&](int i, int h, int row) {
-      const Partial<D> carry = partial_of(row);
-      const float2 saved_state = *carry.state(row % kSlotRows);
+      const SlotRow slot = slot_row(row);
+      const float2 saved_state = *slot.partial.state(slot.row);
       RowState state{saved_state.x, saved_state.y};
       const float2 factors = join(state, {max[i][h], sum[i][h]});
       max[i][h] = state.max;
       sum[i][h] = state.sum;
-      const float2* accumulators = carry.accumulators(row % kSlotRows, first_column());
+      const float2* accumulators = slot.partial.accumulators(slot.row, first_column());
       for_each_column([&](int n, int chunk) {
         const float2 saved = accumulators[chunk * 4];
         o[i][n][2 * h] = join(saved.x, o[i][n][2 * h], factors);
@@ -373,8 +413,8 @@ class AttentionBlock {
 
   // In place of Q, which was last read before the barrier that the last p.v waited at. Through shared memory, so that
   // the rows leave in 16-byte stores: from the fragments they would be 4-byte ones, which write every sector twice.
-  __device__ __forceinline__ void store_output(bool is_active) {
-    if (is_active) {
+  __device__ __forceinline__ void store_output() {
+    if (is_active()) {
       for_each_row([&](int i, int h, int row) {
         const float sink = sink_log2(p, item.q_head(item.work().first_row + row));
         const float factor = normalizer({max[i][h], sum[i][h]}, sink);
@@ -395,22 +435,30 @@ class AttentionBlock {
   }
 
   const PagedAttentionParams& p;
-  const ItemContext& item;
+  const Item& item;
   uint32_t q_fragments[S::kKeepsQ ? S::kSteps : 1][4];
   float max[G][2], sum[G][2];  // of rows lane / 4 and lane / 4 + 8 of each group; max in units of log2
   float o[G][C][4];
 };
 
+// How many items of the list have more than `rows` rows.
+template <int ROWS>
+__device__ __forceinline__ int items_before(const PagedAttentionParams& p) {
+  const int32_t* header = reinterpret_cast<const int32_t*>(p.work);
+  return (ROWS < 128 ? header[1] : 0) + (ROWS < 64 ? header[2] : 0) + (ROWS < 16 ? header[3] : 0);
+}
+
 template <class T, int D, int ROWS>
 __global__ void __launch_bounds__(kThreads, ROWS == 16 && D <= 128 ? 3 : 2)
     attention_kernel(const __grid_constant__ PagedAttentionParams p) {
-  const int32_t* header = reinterpret_cast<const int32_t*>(p.work);
-  const int num_128 = header[1], num_64 = header[2], num_16 = header[3];
-  const int begin = ROWS == 128 ? 0 : ROWS == 64 ? num_128 : num_128 + num_64;
-  const int end = begin + (ROWS == 128 ? num_128 : ROWS == 64 ? num_64 : num_16);
-  for (int i = begin + static_cast<int>(blockIdx.x); i < end; i += static_cast<int>(gridDim.x)) {
-    const ItemContext item(p, i);
+  using Item = ItemContext<Tile<D, ROWS>>;
+  // Neither the item's number nor the end of the list stays in a register while an item runs.
+  int i = items_before<ROWS>(p) + static_cast<int>(blockIdx.x);
+  while (i < items_before<ROWS / 2>(p)) {
+    const Item item(p, i);
+    __syncthreads();
     AttentionBlock<T, D, ROWS>(item).run();
+    i = Item::state().index + static_cast<int>(gridDim.x);
     __syncthreads();  // shared memory is free for the next item
   }
 }
@@ -430,10 +478,10 @@ template <class T, int D>
 int launch_all(const PagedAttentionParams& p, void* stream) {
   int error = 0;
   if (p.max_work > 0) {
-    if (p.has_long_items != 0) {
-      if constexpr (D <= 128) error = launch_attention<T, D, 128>(p, stream);
-      if (error == 0) error = launch_attention<T, D, 64>(p, stream);
+    if constexpr (D <= 128) {
+      if (p.most_rows == 128) error = launch_attention<T, D, 128>(p, stream);
     }
+    if (error == 0 && p.most_rows >= 64) error = launch_attention<T, D, 64>(p, stream);
     if (error == 0) error = launch_attention<T, D, 16>(p, stream);
   }
   if (error == 0 && p.max_merge > 0) {

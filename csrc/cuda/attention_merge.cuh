@@ -58,22 +58,26 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const FastDivisor group_divisor{static_cast<uint32_t>(group), p.group_magic};
   for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
     const AttentionMerge item = p.merge[1 + i];
-    const int first_token = p.cu_seqlens_q[item.seq];
-    const int rows_left = (p.cu_seqlens_q[item.seq + 1] - first_token) * group - item.first_row;
+    if (item.num_splits == 0) continue;
+    const int first_token = p.cu_seqlens_q[item.seq], end_token = p.cu_seqlens_q[item.seq + 1];
+    const int rows_left = (end_token - first_token) * group - item.first_row;
     const int num_rows = rows_left < kSlotRows ? rows_left : kSlotRows;
     for (int pair = static_cast<int>(threadIdx.x); pair < num_rows * (D / 2); pair += kThreads) {
       const int row = pair / (D / 2), column = pair % (D / 2) * 2;
-      const Partial<D> first(p, item.first_slot, kv_head);
+      const int token = group_divisor.divide(item.first_row + row);
+      // splits before the window were not written
+      const int window_begin = p.seq_lens[item.seq] - (end_token - first_token) + token - p.window + 1;
+      const int first_split = p.window > 0 && window_begin > 0 ? window_begin / kSplitKeys : 0;
+      const Partial<D> first(p, item.first_slot + first_split, kv_head);
       const float2 first_state = *first.state(row);
       RowState state{first_state.x, first_state.y};
       float2 sum = *first.accumulators(row, column);
-      for (int split = 1; split < item.num_splits; ++split) {
+      for (int split = first_split + 1; split < item.num_splits; ++split) {
         const Partial<D> partial(p, item.first_slot + split, kv_head);
         const float2 next_state = *partial.state(row), next = *partial.accumulators(row, column);
         const float2 factors = join(state, {next_state.x, next_state.y});
         sum = make_float2(join(sum.x, next.x, factors), join(sum.y, next.y, factors));
       }
-      const int token = group_divisor.divide(item.first_row + row);
       const int q_head = kv_head * group + item.first_row + row - token * group;
       const float factor = normalizer(state, sink_log2(p, q_head));
       T* out =

@@ -12,18 +12,28 @@ __device__ __forceinline__ float activate(float x, int activation) {
   return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
 }
 
-template <class T>
-__global__ void __launch_bounds__(kRowThreads)
-    gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
+__device__ __forceinline__ float activate_gated(float gate, float up, int activation) {
+  if (activation != 4) return activate(gate, activation) * up;
+  gate = gate > 7.f ? 7.f : gate;  // NaN passes
+  up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+  return gate / (1.f + expf(-1.702f * gate)) * (up + 1.f);
+}
+
+template <class T, bool HAS_GATE>
+__global__ void __launch_bounds__(kRowThreads) activation_kernel(const __grid_constant__ ActivationParams p) {
   using V = Vector<T>;
   const int64_t row = blockIdx.x;
   const int i = static_cast<int>(blockIdx.y * kRowThreads + threadIdx.x) * V::kSize;
   if (i >= p.width) return;
   V gate = V::load(static_cast<const T*>(p.gate) + row * p.gate_stride + i);
-  const V up = V::load(static_cast<const T*>(p.up) + row * p.up_stride + i);
+  V up{};
+  if (HAS_GATE) up = V::load(static_cast<const T*>(p.up) + row * p.up_stride + i);
 #pragma unroll
-  for (int e = 0; e < V::kSize; ++e)
-    gate.elements[e] = from_float<T>(activate(to_float(gate.elements[e]), p.activation) * to_float(up.elements[e]));
+  for (int e = 0; e < V::kSize; ++e) {
+    const float x = to_float(gate.elements[e]);
+    gate.elements[e] =
+        from_float<T>(HAS_GATE ? activate_gated(x, to_float(up.elements[e]), p.activation) : activate(x, p.activation));
+  }
   gate.store(static_cast<T*>(p.out) + row * p.out_stride + i);
 }
 
@@ -46,11 +56,11 @@ __global__ void __launch_bounds__(kRowThreads) copy_blocks_kernel(const __grid_c
 
 int pieces(int64_t bytes) { return static_cast<int>((bytes + 16 * kRowThreads - 1) / (16 * kRowThreads)); }
 
-int gated_activation(const GatedActivationParams& p, void* stream) {
+int run_activation(const ActivationParams& p, void* stream) {
   if (p.num_rows == 0) return 0;
   return dispatch_type(p.type, [&](auto element) {
     using T = decltype(element);
-    return launch(gated_activation_kernel<T>,
+    return launch(p.up != nullptr ? activation_kernel<T, true> : activation_kernel<T, false>,
                   grid_of(p.num_rows, pieces(int64_t{p.width} * static_cast<int>(sizeof(T)))), dim3(kRowThreads), 0,
                   stream, p);
   });

@@ -5,12 +5,12 @@
 
 namespace pagedllm {
 
-struct GatedActivationParams {
-  void* out;  // [num_rows, width], as the two below
-  const void *gate, *up;
+struct ActivationParams {
+  void* out;                                   // [num_rows, width], as the two below
+  const void *gate, *up;                       // up: null where there is no gate, and `gate` is what is activated
   int64_t out_stride, gate_stride, up_stride;  // elements
   int32_t num_rows, width;
-  int32_t activation;  // pagedllm.ops.linear.Activation: 1 silu, 2 gelu by tanh, 3 gelu
+  int32_t activation;  // pagedllm.ops.linear.Activation: 1 silu, 2 gelu by tanh, 3 gelu, 4 clamped swish
   ElementType type;
 };
 
@@ -29,7 +29,7 @@ struct CopyBlocksParams {
   int32_t num_pairs, block_bytes;
 };
 
-int gated_activation(const GatedActivationParams& params, void* stream);
+int run_activation(const ActivationParams& params, void* stream);
 int gather_rows(const GatherRowsParams& params, void* stream);
 int copy_blocks(const CopyBlocksParams& params, void* stream);
 

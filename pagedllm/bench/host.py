@@ -24,6 +24,7 @@ from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionMetadata, CpuAttentionBackend
 from pagedllm.ops.linear import Activation
 from pagedllm.request import Request
+from pagedllm.runtime.compute_device import HostDevice
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.model_runner import ModelRunner
 from pagedllm.sampling_params import SamplingParams
@@ -146,6 +147,9 @@ def _make_engine(num_running: int, namespace: str, num_threads: int) -> tuple[En
         max_model_len=MAX_MODEL_LEN,
         num_threads=num_threads,
         recorder=None,
+        device=HostDevice(),
+        shares_prefixes=False,
+        captures_graphs=False,
     )
     runner.buffers.logits.zero_()
     scheduler = Scheduler(

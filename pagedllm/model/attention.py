@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedllm.model.buffers import AttentionRows
 from pagedllm.model.config import AttentionKind, ModelConfig
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.norm import Norm, NormShape
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
@@ -39,7 +39,7 @@ class Attention:
         config: ModelConfig,
         kind: AttentionKind,
         weight_format: WeightFormat,
-        memory: HostMemory,
+        memory: Memory,
         backend: AttentionBackend,
         namespace: str,
     ) -> None:

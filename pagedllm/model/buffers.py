@@ -31,9 +31,11 @@ class MoeBuffers:
     shared_gates: Tensor  # [rows, 1] float32
 
     @staticmethod
-    def allocate(moe: MoeConfig, hidden_size: int, dtype: torch.dtype, num_rows: int) -> MoeBuffers:
+    def allocate(
+        moe: MoeConfig, hidden_size: int, dtype: torch.dtype, num_rows: int, device: torch.device
+    ) -> MoeBuffers:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device=device)
 
         num_chosen = moe.num_experts_per_token
         num_shared = num_rows if moe.shared_intermediate_size else 0
@@ -94,9 +96,16 @@ class AttentionRows:
 
 
 class DecoderBuffers:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_logits: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_num_tokens: int,
+        max_num_logits: int,
+        device: torch.device,
+    ) -> None:
         def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(num_rows, width, dtype=dtype, device="cpu")
+            return torch.empty(num_rows, width, dtype=dtype, device=device)
 
         max_num_rows = max(max_num_tokens, max_num_logits)
         self.num_q_heads, self.head_dim = config.num_q_heads, config.head_dim
@@ -108,7 +117,9 @@ class DecoderBuffers:
         self.attention = allocate(max_num_tokens, self.q_size)
         is_dense = any(not layer.is_sparse for layer in config.layers)
         self.intermediate = allocate(max_num_rows, config.intermediate_size if is_dense else 0)
-        self.moe = MoeBuffers.allocate(config.moe, config.hidden_size, dtype, max_num_rows) if config.moe else None
+        self.moe = None
+        if config.moe:
+            self.moe = MoeBuffers.allocate(config.moe, config.hidden_size, dtype, max_num_rows, device)
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
         self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)

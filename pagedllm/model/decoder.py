@@ -8,7 +8,7 @@ Letters: T tokens of the step, R rows whose logits are wanted, H hidden_size, V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedllm.model.buffers import DecoderBuffers, StepRows
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import HostMemory, Memory
 from pagedllm.model.layers import DecoderLayer
 from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightFormat, WeightSlot
 from pagedllm.model.norm import Norm, hidden_norm
@@ -62,13 +62,17 @@ class Decoder:
         backend: AttentionBackend,
         namespace: str,
         weight_format: WeightFormat | None = None,
+        allocate: Callable[[int], Memory] = HostMemory,
     ) -> None:
-        """All weights are zero until `slots` are loaded. weight_format: default PackedFormat, for the CPU's kernels."""
+        """All weights are zero until `slots` are loaded.
+
+        weight_format: default PackedFormat, for the CPU's kernels. allocate: makes the memory of so many bytes.
+        """
         self.config = config
         self.dtype = dtype
         self.namespace = namespace
         weight_format = weight_format or PackedFormat(dtype)
-        self.memory = HostMemory(weight_bytes(config, weight_format))
+        self.memory = allocate(weight_bytes(config, weight_format))
         self.head = Linear(vocabulary_shape(config), weight_format, self.memory)
         self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self.memory)
         self.positions = (
@@ -102,10 +106,10 @@ class Decoder:
         for layer in self.layers:
             attention = layer.attention
             if attention.rope_index >= 0:
-                attention.rope_table = tables.tables[attention.rope_index]
+                attention.rope_table = tables.tables[attention.rope_index].to(self.memory.device)
 
     def allocate_buffers(self, max_num_tokens: int, max_num_logits: int) -> DecoderBuffers:
-        return DecoderBuffers(self.config, self.dtype, max_num_tokens, max_num_logits)
+        return DecoderBuffers(self.config, self.dtype, max_num_tokens, max_num_logits, self.memory.device)
 
     def forward(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from pagedllm.model.attention import Attention
 from pagedllm.model.buffers import AttentionRows, StepRows
 from pagedllm.model.config import LayerConfig, ModelConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import Memory
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.mlp import MLP
 from pagedllm.model.moe import MoE
@@ -43,7 +43,7 @@ class DecoderLayer:
         config: ModelConfig,
         layer_config: LayerConfig,
         weight_format: WeightFormat,
-        memory: HostMemory,
+        memory: Memory,
         backend: AttentionBackend,
         namespace: str,
     ) -> None:

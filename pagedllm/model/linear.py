@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_linear, packed_shape
 from pagedllm.ops.moe import grouped_linear
 
@@ -104,7 +104,7 @@ class WeightFormat(Protocol):
         """What `allocate` and `allocate_bias` take for `count` weights and, where there are any, biases."""
         ...
 
-    def allocate(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         """Storage for a Linear, zeroed: padding must be zero. `lead`: dimensions before those of one weight."""
         ...
 
@@ -112,7 +112,7 @@ class WeightFormat(Protocol):
         """Stores rows [num_rows, in_features] of a part, first_row and those after it."""
         ...
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         """Storage for a bias, zeroed, in the order of the weight's columns."""
         ...
 
@@ -158,7 +158,7 @@ class PackedFormat:
         bias_elements = count * shape.padded_columns if shape.has_bias else 0
         return aligned(elements * self.dtype.itemsize) + aligned(bias_elements * torch.float32.itemsize)
 
-    def allocate(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         return memory.take((*lead, *packed_shape(shape.padded_columns, shape.in_features, self.dtype)), self.dtype)
 
     def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
@@ -175,7 +175,7 @@ class PackedFormat:
         for block in shape.blocks(part, first_row, len(rows)):
             by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
-    def allocate_bias(self, shape: LinearShape, memory: HostMemory, *lead: int) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         return memory.take((*lead, shape.padded_columns), torch.float32)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
@@ -207,7 +207,7 @@ class PackedFormat:
 class Linear:
     """y = x @ W.T + b, over one or more parts."""
 
-    def __init__(self, shape: LinearShape, weight_format: WeightFormat, memory: HostMemory) -> None:
+    def __init__(self, shape: LinearShape, weight_format: WeightFormat, memory: Memory) -> None:
         self.shape = shape
         self.format = weight_format
         self.weight = weight_format.allocate(shape, memory)
@@ -276,7 +276,7 @@ class Linear:
 class GroupedLinear:
     """`count` Linears of one shape, stored one after the other: each run of rows has its own."""
 
-    def __init__(self, shape: LinearShape, count: int, weight_format: WeightFormat, memory: HostMemory) -> None:
+    def __init__(self, shape: LinearShape, count: int, weight_format: WeightFormat, memory: Memory) -> None:
         self.format = weight_format
         self.weights = weight_format.allocate(shape, memory, count)
         self.biases = weight_format.allocate_bias(shape, memory, count) if shape.has_bias else None

@@ -7,7 +7,7 @@ a large one by slabs of rows: what is held beside the packed weights stays small
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
+from pagedllm.model.host_memory import HostMemory, Memory
 from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
@@ -91,6 +92,7 @@ def load_model(
     namespace: str,
     weight_format: WeightFormat | None = None,
     max_model_len: int | None = None,
+    allocate: Callable[[int], Memory] = HostMemory,
     num_threads: int = 1,
 ) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
@@ -104,7 +106,7 @@ def load_model(
     check_head_dim(checkpoint, config, backend)
     if max_model_len is not None:
         config = group_layers(config, min(max_model_len, config.max_position))
-    decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
+    decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
     checkpoint = family.unpacked(checkpoint) if family.unpacked else checkpoint
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pagedllm.model.buffers import StepRows
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import Memory
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.ops.linear import ungated_activation
 
@@ -27,7 +27,7 @@ class MLP:
         config: ModelConfig,
         intermediate_size: int,
         weight_format: WeightFormat,
-        memory: HostMemory,
+        memory: Memory,
         namespace: str,
     ) -> None:
         self.namespace = namespace

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagedllm.model.buffers import MoeBuffers, StepRows
 from pagedllm.model.config import ModelConfig, MoeConfig
-from pagedllm.model.host_memory import HostMemory
+from pagedllm.model.host_memory import Memory
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, GroupedLinear, Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.mlp import MLP, mlp_shapes
 from pagedllm.ops.linear import Activation, gather_rows
@@ -31,7 +31,7 @@ def shared_gate_shape(config: ModelConfig) -> LinearShape:
 
 
 class MoE:
-    def __init__(self, config: ModelConfig, weight_format: WeightFormat, memory: HostMemory, namespace: str) -> None:
+    def __init__(self, config: ModelConfig, weight_format: WeightFormat, memory: Memory, namespace: str) -> None:
         assert config.moe is not None
         assert config.has_gated_mlp
         self.moe = moe = config.moe

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.model.config import ModelConfig, NormKind
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import WeightSlot
 from pagedllm.ops.norm import add_rms_norm, layer_norm, layer_norm_heads, rms_norm
 
@@ -35,7 +35,7 @@ def hidden_norm(config: ModelConfig) -> NormShape:
 
 
 class Norm:
-    def __init__(self, shape: NormShape, memory: HostMemory, namespace: str) -> None:
+    def __init__(self, shape: NormShape, memory: Memory, namespace: str) -> None:
         assert shape.kind == "layer" or not (shape.has_bias or shape.num_heads > 1)
         self.shape = shape
         self.namespace = namespace

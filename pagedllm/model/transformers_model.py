@@ -10,6 +10,7 @@ Letters: T tokens of the step, R rows whose logits are wanted, H hidden_size, V 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from pagedllm.ops.linear import Activation
 LAYER_KINDS = ("full_attention", "sliding_attention")
 STRETCHING_ROPES = ("dynamic", "longrope")  # transformers changes them with the longest text of a batch
 PROBE_LENGTH = 4
+NO_LENGTH = "does not say how long a text may be (max_position_embeddings)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +182,31 @@ def _ropes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from (value for value in rope.values() if isinstance(value, Mapping))
 
 
-def _load(path: Path, dtype: torch.dtype) -> Any:
-    transformers.AttentionInterface.register(IMPLEMENTATION, attention)
+def estimate_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of the weights, KV bytes of a token if every layer keeps it, the longest text; nothing is loaded."""
+    check_settings(checkpoint.config, checkpoint.path)
+    config = _read_config(checkpoint.path)
+    _find_class(config, checkpoint.path)
+    settings = config.get_text_config()
+    max_position = getattr(settings, "max_position_embeddings", None)
+    if not isinstance(max_position, int):
+        raise _refusal(checkpoint.path, "/".join(config.architectures or ()), NO_LENGTH)
+    num_weights = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    num_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    bytes_per_token = 2 * settings.num_hidden_layers * num_heads * head_dim * dtype.itemsize
+    return num_weights * dtype.itemsize, bytes_per_token, max_position
+
+
+def _read_config(path: Path) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         raise ModelError(f"{path}: transformers {transformers.__version__} cannot read config.json: {error}") from error
+
+
+def _find_class(config: Any, path: Path) -> Any:
+    """The model's class, refused where it alone says that it cannot be run."""
     name = "/".join(config.architectures or ())
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or model_class.__name__ != name:
@@ -196,6 +217,13 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
         raise _refusal(path, name, "has attention that cannot be replaced")
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise _refusal(path, name, "computes the logits of all tokens or of none")
+    return model_class
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention)
+    config = _read_config(path)
+    model_class = _find_class(config, path)
     model, loading = model_class.from_pretrained(
         path,
         config=config,
@@ -226,7 +254,7 @@ def _probe(model: Any, path: Path) -> ModelConfig:
     _check_windows(settings, probe.calls)
     max_position = getattr(settings, "max_position_embeddings", None)
     if not isinstance(max_position, int):
-        raise NotSupportedError("does not say how long a text may be (max_position_embeddings)")
+        raise NotSupportedError(NO_LENGTH)
     call = probe.calls[0]
     eos = settings.eos_token_id
     return ModelConfig(

@@ -11,6 +11,7 @@ from a tensor's device, and nobody else indexes a cache tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,8 +182,19 @@ class AttentionBackend(ABC):
         return KVCacheSpec(k_shape, v_shape, dtype, 2 * block_size * num_kv_heads * head_dim * dtype.itemsize)
 
     @abstractmethod
-    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
-        """The work list of a step. A sequence's items depend on its own lengths only."""
+    def plan(
+        self,
+        q_lens: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        shape: AttentionShape,
+        block_tables: Sequence[NDArray[np.int32]] = (),
+        block_size: int = 0,
+    ) -> AttentionPlan:
+        """The work list of a step. A row's bits do not depend on it, so it may be made for speed.
+
+        block_tables, one per KV group as in AttentionMetadata, and block_size: where given, a backend may look for
+        sequences that have blocks in common and read those once.
+        """
 
     def write_kv(
         self,
@@ -239,7 +251,14 @@ class CpuAttentionBackend(AttentionBackend):
     rows_per_item = 48  # +5 % over 32 at head_dim 64 and 128; the kernel can do 64
     tiles_not_split = 8  # so many row tiles of one sequence are work enough without splitting their keys
 
-    def plan(self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: AttentionShape) -> AttentionPlan:
+    def plan(
+        self,
+        q_lens: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        shape: AttentionShape,
+        block_tables: Sequence[NDArray[np.int32]] = (),
+        block_size: int = 0,
+    ) -> AttentionPlan:
         """Tiles of `rows_per_item` packed rows; those of short runs of new tokens are cut into splits of keys."""
         group = shape.num_q_heads // shape.num_kv_heads
         rows = q_lens.astype(np.int64) * group

@@ -27,11 +27,11 @@ from pagedllm.ops._library import Operator
 
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+CUDA_LIBRARY = LIBRARY_FOLDER / "libpagedllm_cuda.so"
 SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
-# Of weights that are packed for a CPU; and of families that have no CUDA kernels yet.
+# Of weights that are packed for a CPU; and of families for which torch computes on a GPU.
 CPU_ONLY_OPERATORS = frozenset({
-    "packed_linear", "embedding", "layer_norm", "ungated_activation", "route_tokens", "grouped_linear",
-    "combine_experts", "layer_norm_heads",
+    "packed_linear", "embedding", "route_tokens", "grouped_linear", "combine_experts", "layer_norm_heads",
 })  # fmt: skip
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
@@ -72,6 +72,15 @@ def load_kernels(kernels: str = "auto") -> KernelSet:
     return KernelSet(name, "pagedllm", path)
 
 
+def load_cuda_kernels(kernels: str = "auto") -> KernelSet:
+    """Loads the kernels for CUDA tensors; beside them those for CPU tensors may be loaded. Raises LibraryError, also
+    where the library was built for a torch that this one does not fit."""
+    if kernels not in ("auto", "cuda"):
+        raise ValueError(f"kernels must be 'auto' or 'cuda' on CUDA, got {kernels!r}")
+    load_library(CUDA_LIBRARY, CPU_ONLY_OPERATORS)
+    return KernelSet("cuda", "pagedllm", CUDA_LIBRARY)
+
+
 def cpu_flags() -> frozenset[str]:
     """Instruction sets that CPU and operating system offer, in the words of /proc/cpuinfo."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -107,7 +116,7 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
     if not path.exists():
         raise LibraryError(f"the kernels {path} do not exist; build them: {BUILD_COMMAND}")
     others = [name for name in torch.ops.loaded_libraries if "libpagedllm_cpu_" in name and name != str(path)]
-    if others and path != SIMT_LIBRARY:
+    if others and "libpagedllm_cpu_" in path.name:
         raise LibraryError(
             f"this process has loaded {', '.join(sorted(others))} and cannot load {path} besides: "
             "one process runs one instruction set"
@@ -116,7 +125,10 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
         torch.ops.load_library(str(path))
         get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
     except (OSError, AttributeError) as error:
-        raise LibraryError(f"the kernels {path} do not load ({error}); build them again: {BUILD_COMMAND}") from error
+        raise LibraryError(
+            f"the kernels {path} do not load into torch {torch.__version__} ({error}); "
+            f"build them again: {BUILD_COMMAND}"
+        ) from error
     get_signatures.restype = ctypes.c_char_p
     defined = [schema for schema in defined_schemas() if schema[: schema.index("(")] not in lacking]
     difference = compare_signatures(defined, get_signatures().decode().splitlines())

@@ -1,4 +1,6 @@
-"""Mixtures of experts: routing, the experts' products, and the sum of their results. On the CPU only.
+"""Mixtures of experts: routing, the experts' products, and the sum of their results.
+
+On a GPU torch routes and adds, and multiplies each expert's rows by itself (DenseFormat).
 
 Each token's rows stand once for each expert it chose, ordered by expert and then by token:
 
@@ -26,7 +28,8 @@ MAX_CHOSEN_EXPERTS = 64
 
 @operator(
     "route_tokens(Tensor(a!) weights, Tensor(b!) places, Tensor(c!) tokens, Tensor(d!) bounds, Tensor logits, "
-    "bool is_normalized) -> ()"
+    "bool is_normalized) -> ()",
+    is_torch_on_gpu=True,
 )
 def route_tokens(
     weights: Tensor, places: Tensor, tokens: Tensor, bounds: Tensor, logits: Tensor, is_normalized: bool
@@ -68,7 +71,8 @@ def grouped_linear(
 
 @operator(
     "combine_experts(Tensor(a!) out, Tensor rows, Tensor places, Tensor weights, Tensor? shared, "
-    "Tensor? shared_gates, Tensor? residual) -> ()"
+    "Tensor? shared_gates, Tensor? residual) -> ()",
+    is_torch_on_gpu=True,
 )
 def combine_experts(
     out: Tensor,

@@ -40,7 +40,7 @@ def layer_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     out.copy_(normed if bias is None else normed + bias)
 
 
-@operator("layer_norm_heads(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()")
+@operator("layer_norm_heads(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()", is_torch_on_gpu=True)
 def layer_norm_heads(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """`layer_norm` of each head by itself, with a weight of its own and no bias.
 

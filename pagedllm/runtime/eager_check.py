@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from pagedllm.errors import NotSupportedError
-from pagedllm.model.decoder import DecoderInput
 from pagedllm.model.transformers_model import TransformersDecoder
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.runtime.block_table import RequestRows
@@ -57,12 +56,9 @@ def _paged_logits(
     buffers = decoder.allocate_buffers(sum(map(len, texts)), len(texts))
     for scheduled in (first, second):
         batch = build_forward_batch(SchedulerOutput(scheduled), rows, block_size)
-        inputs = DecoderInput(
-            torch.from_numpy(batch.token_ids),
-            torch.from_numpy(batch.positions),
-            (),
-            torch.from_numpy(batch.logits_indices),
-        )
-        logits = decoder.forward(inputs, MetadataBuilder(backend, config).build(batch), kv_cache.layers, buffers)
+        builder = MetadataBuilder(backend, config, block_size, torch.device("cpu"))
+        arrays = builder.arrays(batch, [batch.positions] * len(config.ropes), builder.plan(batch))
+        inputs, metadata = builder.tensors([torch.from_numpy(array) for array in arrays])
+        logits = decoder.forward(inputs, metadata, kv_cache.layers, buffers)
     kv_cache.close()
     return logits

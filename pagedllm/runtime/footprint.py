@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
 
 from pagedllm.config import EngineConfig
 from pagedllm.errors import NotEnoughMemoryError
+from pagedllm.kv_groups import KVGroups
 from pagedllm.model.checkpoint import Checkpoint, Stored
 from pagedllm.model.decoder import weight_bytes
 from pagedllm.model.hub import locate
+from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.loader import check_head_dim, open_checkpoint
-from pagedllm.model.registry import has_family, read_model_config
+from pagedllm.model.registry import read_model_config
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.kv_cache import bytes_per_block
-from pagedllm.runtime.resolve import GIB, resolve_dtype
-from pagedllm.runtime.startup import choose_formats
+from pagedllm.runtime.resolve import CPU_MAX_NUM_BATCHED_TOKENS, GIB, resolve_dtype
+from pagedllm.runtime.startup import choose_formats, is_run_by_transformers
 
 REQUEST_TOKENS = 2048  # of the one request that must fit beside the weights
 GB = 10**9  # as disks are sold
@@ -57,32 +58,28 @@ class Footprint:
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
     """Raises ModelError where config.json is not understood, or the kernels do not have its heads' size."""
-    if config.model_impl == "transformers" or (config.model_impl == "auto" and not has_family(checkpoint.config)):
-        return _measure_foreign(dtype, checkpoint, stored)
-    model = read_model_config(checkpoint.config, checkpoint.path)
-    backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
-    check_head_dim(checkpoint, model, backend)
-    longest = min(model.max_position, config.max_model_len or model.max_position, REQUEST_TOKENS)
-    num_blocks = -(-longest // config.block_size)
+    if is_run_by_transformers(config.model_impl, checkpoint.config):
+        from pagedllm.model.transformers_model import estimate_memory
+
+        num_weight_bytes, bytes_per_token, max_position = estimate_memory(checkpoint, dtype)
+        longest = min(max_position, config.max_model_len or max_position, REQUEST_TOKENS)
+        kv_bytes = longest * bytes_per_token
+    else:
+        model = read_model_config(checkpoint.config, checkpoint.path)
+        max_model_len = min(model.max_position, config.max_model_len or model.max_position)
+        model, longest = group_layers(model, max_model_len), min(max_model_len, REQUEST_TOKENS)
+        backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
+        check_head_dim(checkpoint, model, backend)
+        num_new_tokens = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+        groups = KVGroups(config.block_size, model.kv_windows, num_new_tokens)
+        num_weight_bytes = weight_bytes(model, weight_format)
+        kv_bytes = groups.num_blocks(longest) * bytes_per_block(model, backend, config.block_size, dtype)
     return Footprint(
         stored=stored,
-        weight_bytes=weight_bytes(model, weight_format),
+        weight_bytes=num_weight_bytes,
         dtype=str(dtype).removeprefix("torch."),
-        kv_bytes=num_blocks * bytes_per_block(model, backend, config.block_size, dtype),
+        kv_bytes=kv_bytes,
         num_tokens=longest,
-        available=read_memory_limits().free,
-    )
-
-
-def _measure_foreign(dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
-    """Of a model that transformers computes. What its cache takes is known when it has been loaded and run."""
-    num_weights = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    return Footprint(
-        stored=stored,
-        weight_bytes=num_weights * dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
-        kv_bytes=0,
-        num_tokens=0,
         available=read_memory_limits().free,
     )
 

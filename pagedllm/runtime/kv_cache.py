@@ -9,6 +9,7 @@ holds which block is the business of `cache/`; how a block looks inside is the b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pagedllm.kv_groups import KVGroups
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.host_memory import HostMemory, aligned
+from pagedllm.model.host_memory import HostMemory, Memory, aligned
 from pagedllm.ops.attention import AttentionBackend
 
 
@@ -47,13 +48,19 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate: Callable[[int], Memory] = HostMemory,
     ) -> None:
         spec = backend.kv_cache_spec(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         tensor_bytes = aligned(spec.bytes_per_block * num_blocks // 2)
-        self._memory = HostMemory(tensor_bytes * 2 * config.num_layers_per_block)
+        self._memory = allocate(tensor_bytes * 2 * config.num_layers_per_block)
         self.tensors: list[tuple[Tensor, Tensor]] = [
             (self._memory.take(spec.k_shape, dtype), self._memory.take(spec.v_shape, dtype))
             for _ in range(config.num_layers_per_block)

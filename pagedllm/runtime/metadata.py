@@ -1,31 +1,71 @@
-"""Attention metadata from a ForwardBatch: tensors over its arrays, the backend's work list, a workspace that grows."""
+"""A step's numbers, from a ForwardBatch: what the decoder and attention read, in one list of arrays that is brought to
+the device at once, and a workspace that grows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from pagedllm.model.config import ModelConfig
-from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from pagedllm.model.decoder import DecoderInput
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionPlan, AttentionShape
 from pagedllm.runtime.forward_batch import ForwardBatch
+
+Array = NDArray[Any]
 
 
 class MetadataBuilder:
-    def __init__(self, backend: AttentionBackend, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        config: ModelConfig,
+        block_size: int,
+        device: torch.device,
+        *,
+        shares_prefixes: bool = True,
+    ) -> None:
+        """shares_prefixes: whether the backend may look for sequences that have blocks in common."""
         self.backend = backend
+        self.block_size = block_size
+        self.shares_prefixes = shares_prefixes
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
-        self._workspace = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.num_ropes, self.num_groups = len(config.ropes), config.num_kv_groups
+        self.workspace = torch.empty(0, dtype=torch.float32, device=device)
 
-    def build(self, batch: ForwardBatch) -> AttentionMetadata:
-        """Shares memory with the batch; the workspace is reused by the next step."""
-        plan = self.backend.plan(batch.q_lens, batch.seq_lens, self.shape)
-        if plan.workspace_size > self._workspace.numel():
-            self._workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device="cpu")
-        return AttentionMetadata(
-            cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
-            seq_lens=torch.from_numpy(batch.seq_lens),
-            block_tables=tuple(torch.from_numpy(table) for table in batch.block_tables),
-            slot_mappings=tuple(torch.from_numpy(slots) for slots in batch.slot_mappings),
-            work=torch.from_numpy(plan.work),
-            merge=torch.from_numpy(plan.merge),
-            workspace=self._workspace,
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        tables = batch.block_tables if self.shares_prefixes else ()
+        return self.backend.plan(batch.q_lens, batch.seq_lens, self.shape, tables, self.block_size)
+
+    def arrays(self, batch: ForwardBatch, rope_rows: Sequence[NDArray[np.int32]], plan: AttentionPlan) -> list[Array]:
+        """rope_rows: per rope [T]. `tensors` takes them in this order."""
+        self.reserve(plan.workspace_size)
+        return [
+            batch.token_ids, batch.positions, batch.logits_indices, *rope_rows,
+            batch.cu_seqlens_q, batch.seq_lens, plan.work, plan.merge, *batch.block_tables, *batch.slot_mappings,
+        ]  # fmt: skip
+
+    def reserve(self, workspace_size: int) -> None:
+        if workspace_size > self.workspace.numel():
+            self.workspace = torch.empty(workspace_size, dtype=torch.float32, device=self.workspace.device)
+
+    def tensors(self, staged: Sequence[Tensor]) -> tuple[DecoderInput, AttentionMetadata]:
+        """`arrays`, on the device. The workspace is reused by the next step."""
+        token_ids, positions, logits_indices, *rest = staged
+        rope_rows, (cu_seqlens_q, seq_lens, work, merge, *groups) = rest[: self.num_ropes], rest[self.num_ropes :]
+        return (
+            DecoderInput(token_ids, positions, tuple(rope_rows), logits_indices),
+            AttentionMetadata(
+                cu_seqlens_q=cu_seqlens_q,
+                seq_lens=seq_lens,
+                block_tables=tuple(groups[: self.num_groups]),
+                slot_mappings=tuple(groups[self.num_groups :]),
+                work=work,
+                merge=merge,
+                workspace=self.workspace,
+            ),
         )

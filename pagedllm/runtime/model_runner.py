@@ -8,9 +8,10 @@ The runner keeps the tokens it samples, so that a running request's next plan ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from torch import Tensor
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.errors import RequestError
 from pagedllm.model.causal_model import CausalModel
-from pagedllm.model.decoder import Decoder, DecoderInput
+from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
+from pagedllm.runtime.compute_device import ComputeDevice, Gpu, out_of_memory
+from pagedllm.runtime.cuda_graph import DecodeGraphs
 from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
@@ -31,9 +34,23 @@ from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler
+from pagedllm.sampling.sampler import Sampler, SamplerInput
 
 NUM_SAMPLES = attrgetter("num_samples")
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """What is sampled in a step."""
+
+    given: SamplerInput
+    sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
+    places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [*self.given.arrays, *(() if self.places is None else (self.places,))]
 
 
 class ModelRunner:
@@ -50,11 +67,15 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         recorder: Path | None,
+        device: ComputeDevice,
+        shares_prefixes: bool,
+        captures_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
     ) -> None:
         """rope_row_offsets: per rope of the model [num_variants], where a variant begins in its table.
 
-        recorder: the library whose kernels decode steps are recorded from; None: every step is run by Python.
+        recorder: the library whose kernels decode steps are recorded from; captures_graphs: they are captured on the
+        GPU; neither: every step is run by Python. shares_prefixes: whether requests may hold equal blocks.
         """
         config = decoder.config
         self.decoder = decoder
@@ -63,7 +84,11 @@ class ModelRunner:
         self.num_threads = num_threads
         self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
-        self.metadata_builder = MetadataBuilder(backend, config)
+        self.device = device
+        self.stager = device.stager()
+        self.metadata_builder = MetadataBuilder(
+            backend, config, kv_cache.block_size, device.torch_device, shares_prefixes=shares_prefixes
+        )
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
@@ -76,6 +101,15 @@ class ModelRunner:
             self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
             if recorder is not None:
                 self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
+        self.decode_graphs: DecodeGraphs | None = None
+        if captures_graphs:
+            assert isinstance(device, Gpu)
+            assert isinstance(decoder, Decoder)
+            with torch.inference_mode():
+                self.decode_graphs = DecodeGraphs(
+                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
+                    max_num_seqs=min(max_num_seqs, max_num_batched_tokens), max_model_len=max_model_len,
+                )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -84,31 +118,42 @@ class ModelRunner:
             if not plan.scheduled:
                 return ModelRunnerOutput((), ())
             batch = build_forward_batch(plan, self.rows, self.block_size)
-            logits = self.forward(batch)
-            output = self._sample(plan, batch, logits)
-            return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
+            draws = self._prepare_draws(plan, batch)
+            try:
+                logits, staged = self.forward(batch, draws.arrays if draws else [])
+                output = self._sample(plan, batch, logits, draws, staged)
+                return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(self.device, error) from error
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites."""
-        metadata = self.metadata_builder.build(batch)
+    def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
+        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
+        of `tail` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
-        inputs = DecoderInput(
-            token_ids=torch.from_numpy(batch.token_ids),
-            positions=torch.from_numpy(batch.positions),
-            rope_rows=tuple(torch.from_numpy(batch.positions + offset[variants]) for offset in self.rope_row_offsets),
-            logits_indices=torch.from_numpy(batch.logits_indices),
-        )
+        rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
+        builder = self.metadata_builder
+        plan = builder.plan(batch)
+        graphs = self.decode_graphs
+        if graphs is not None and graphs.serves(batch):
+            logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
+            return self.decoder.finish_logits(logits), staged_tail or self.stager.stage(tail)
+        arrays = builder.arrays(batch, rope_rows, plan)
+        staged = self.stager.stage([*arrays, *tail])
+        inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.decode_tapes is not None and batch.is_decode:
             logits = self.decode_tapes.forward(inputs, metadata)
         else:
             logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
-        return self.decoder.finish_logits(logits)
+        return self.decoder.finish_logits(logits), staged[len(arrays) :]
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
         self.kv_cache.close()
         self.decoder.close()
-        del self.decoder, self.buffers, self.metadata_builder, self.scorer, self.decode_tapes
+        del self.decoder, self.buffers, self.metadata_builder, self.scorer
+        del self.decode_tapes, self.decode_graphs, self.stager
+        if isinstance(self.device, Gpu):
+            self.device.trim()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -129,26 +174,42 @@ class ModelRunner:
 
     def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            tensor = torch.tensor(pairs, dtype=torch.int32, device="cpu")
+            tensor = torch.tensor(pairs, dtype=torch.int32, device=self.device.torch_device)
             for k_and_v in self.kv_cache.tensors:
                 self.backend.copy_blocks(k_and_v, tensor)
 
-    def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
+    def _prepare_draws(self, plan: SchedulerOutput, batch: ForwardBatch) -> _Draws | None:
+        """None where nothing is sampled."""
+        if not len(batch.logits_indices):
+            return None
+        sequences, offsets, places = batch.logits_sequences, np.zeros(1, np.int32), None
+        if set(map(NUM_SAMPLES, plan.scheduled)) != {1}:
+            places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
+            sequences = sequences[places]
+        rows = batch.rows[sequences]
+        positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
+        given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
+        return _Draws(given, sequences, places)
+
+    def _sample(
+        self,
+        plan: SchedulerOutput,
+        batch: ForwardBatch,
+        logits: Tensor,
+        draws: _Draws | None,
+        staged: Sequence[Tensor],
+    ) -> ModelRunnerOutput:
         """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         errors: dict[str, RequestError] = {}
-        if len(batch.logits_indices):
-            sequences, offsets = batch.logits_sequences, np.zeros(1, np.int32)
-            is_plain = set(map(NUM_SAMPLES, plan.scheduled)) == {1}
-            if not is_plain:
-                places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
-                sequences, logits = sequences[places], logits[torch.from_numpy(places)]
-            rows = batch.rows[sequences]
-            positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-            output = self.sampler.sample(logits, rows, positions, self.sampling_rows.sample_index[rows] + offsets)
+        if draws is not None:
+            sequences = draws.sequences
+            if draws.places is not None:
+                logits, staged = logits[staged[-1]], staged[:-1]
+            output = self.sampler.run(logits, draws.given, staged)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
@@ -157,7 +218,7 @@ class ModelRunner:
             for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
                 sampled[seq] += (token_id,)
             kept = batch.logits_sequences
-            if not is_plain or min(output.token_ids) < 0:
+            if draws.places is not None or min(output.token_ids) < 0:
                 kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
             self._keep(batch, kept, sampled)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)

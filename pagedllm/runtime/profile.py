@@ -1,5 +1,6 @@
 """Measures a full step before the KV cache is sized: what memory is left with its buffers in use, and its duration.
 
+On a GPU that is a step of the whole model.
 On a CPU one layer of each kind and the LM head are run at full budget, and the durations are multiplied by
 how often each occurs: the whole model would keep the user of an 8B model waiting for a minute. A model that is
 run by transformers is run as a whole, once: its layers are not ours to call.
@@ -24,6 +25,7 @@ from pagedllm.model.config import LayerConfig
 from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
+from pagedllm.runtime.compute_device import Gpu
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
@@ -47,10 +49,12 @@ def profile_step(
     batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups)
     decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, longest))
     kv_cache = KVCache(config, backend, batch.block_tables[0].size, block_size, decoder.dtype)
-    metadata = MetadataBuilder(backend, config).build(batch)
+    builder = MetadataBuilder(backend, config, block_size, torch.device("cpu"))
+    arrays = builder.arrays(batch, [batch.positions] * len(config.ropes), builder.plan(batch))
+    inputs, metadata = builder.tensors([torch.from_numpy(array) for array in arrays])
     buffers = decoder.allocate_buffers(num_tokens, num_logits)
     if isinstance(decoder, Decoder):
-        seconds = _time_layers(decoder, batch, metadata, kv_cache, buffers, num_logits)
+        seconds = _time_layers(decoder, inputs, metadata, kv_cache, buffers, num_logits)
         free_bytes = read_memory_limits().free
     else:
         seconds, free_bytes = _time_model(decoder, batch, metadata, kv_cache, buffers, num_logits)
@@ -60,25 +64,24 @@ def profile_step(
 
 def _time_layers(
     decoder: Decoder,
-    batch: ForwardBatch,
+    inputs: DecoderInput,
     metadata: AttentionMetadata,
     kv_cache: KVCache,
     buffers: DecoderBuffers,
     num_logits: int,
 ) -> float:
     """Seconds of a step, from one layer of each kind and the head."""
-    config, num_tokens = decoder.config, len(batch.token_ids)
+    config, num_tokens = decoder.config, len(inputs.token_ids)
     rows, attention_rows = buffers.step_rows(num_tokens), buffers.attention_rows(num_tokens)
     rows.hidden.zero_()
     rows.normed.zero_()
-    rope_rows = (torch.from_numpy(batch.positions),) * len(config.ropes)
 
     def run_head() -> None:
         decoder.head.apply(decoder.namespace, buffers.logits, buffers.wanted_rows(num_logits).normed)
 
     def run_layer(index: int) -> None:
         layer = decoder.layers[index]
-        layer.attend(attention_rows, rows, rope_rows, metadata, kv_cache.layers[index])
+        layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_cache.layers[index])
         layer.finish(rows)
 
     seconds = _duration(run_head)
@@ -114,7 +117,36 @@ def _time_model(
     return seconds, min(free_bytes)
 
 
-def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: int) -> ForwardBatch:
+def profile_on_gpu(
+    decoder: Decoder, backend: AttentionBackend, device: Gpu, *, block_size: int, num_tokens: int, num_logits: int
+) -> StepProfile:
+    """Runs a whole step on zeros, and looks at what the GPU's memory held while it ran."""
+    config = decoder.config
+    longest = min(num_tokens, config.max_position)
+    batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups, num_logits)
+    decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, longest))
+    kv_cache = KVCache(config, backend, batch.block_tables[0].size, block_size, decoder.dtype, allocate=device.allocate)
+    device.trim()
+    device.reset_peak()
+    before = device.memory()
+    builder = MetadataBuilder(backend, config, block_size, device.torch_device)
+    arrays = builder.arrays(batch, [batch.positions] * len(config.ropes), builder.plan(batch))
+    inputs, metadata = builder.tensors(device.stager().stage(arrays))
+    buffers = decoder.allocate_buffers(num_tokens, num_logits)
+    begin = time.perf_counter()
+    decoder.finish_logits(decoder.forward(inputs, metadata, kv_cache.layers, buffers))
+    device.trim()
+    seconds = time.perf_counter() - begin
+    step_bytes = device.memory().peak - before.allocated
+    kv_cache.close()
+    del builder, inputs, metadata, buffers
+    device.trim()
+    return StepProfile(num_tokens, seconds, step_bytes, max(0, device.memory().free - step_bytes))
+
+
+def _full_batch(
+    num_tokens: int, longest: int, block_size: int, num_kv_groups: int, num_logits: int = 0
+) -> ForwardBatch:
     """Prompts of `longest` tokens, the last one shorter, each in blocks of its own."""
     num_seqs = -(-num_tokens // longest)
     q_lens = np.full(num_seqs, longest, np.int32)
@@ -123,7 +155,7 @@ def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: i
     positions = np.arange(num_tokens, dtype=np.int32) % longest
     sequences = np.arange(num_tokens) // longest
     slots: NDArray[np.int64] = sequences * blocks_per_seq * block_size + positions
-    nothing = np.zeros(0, np.int32)
+    wanted = np.arange(num_logits, dtype=np.int32)
     return ForwardBatch(
         rows=np.arange(num_seqs),
         q_lens=q_lens,
@@ -134,10 +166,10 @@ def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: i
         token_rows=sequences,
         slot_mappings=(slots,) * num_kv_groups,
         block_tables=(np.arange(num_seqs * blocks_per_seq, dtype=np.int32).reshape(num_seqs, -1),) * num_kv_groups,
-        logits_indices=nothing,
-        logits_sequences=nothing.astype(np.intp),
-        scored_indices=nothing,
-        scored_sequences=nothing.astype(np.intp),
+        logits_indices=wanted,
+        logits_sequences=sequences[wanted],
+        scored_indices=wanted[:0],
+        scored_sequences=sequences[:0],
     )
 
 

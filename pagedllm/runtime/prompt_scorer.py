@@ -41,14 +41,15 @@ class PromptScorer:
     def score(self, batch: ForwardBatch) -> dict[int, LogprobRows]:
         """By sequence of the batch, of those that want any. Overwrites the step's logits."""
         pieces: dict[int, list[LogprobRows]] = {}
+        device = self.buffers.logits.device
         step_rows = self.buffers.step_rows(len(batch.token_ids))
         for begin in range(0, len(batch.scored_indices), self.slice_rows):
             indices = batch.scored_indices[begin : begin + self.slice_rows]
             sequences = batch.scored_sequences[begin : begin + self.slice_rows]
-            head = self.decoder.logits(torch.from_numpy(indices), step_rows, self.buffers)
+            head = self.decoder.logits(torch.from_numpy(indices).to(device), step_rows, self.buffers)
             logits = self.decoder.finish_logits(head)
             rows = batch.rows[sequences]
-            following = torch.from_numpy(self.rows.token_ids[rows, batch.positions[indices] + 1])
+            following = torch.from_numpy(self.rows.token_ids[rows, batch.positions[indices] + 1]).to(device)
             self._split(logits, following, sequences, self.sampling_rows.num_prompt_logprobs[rows], pieces)
         return {seq: LogprobRows.joined(parts) for seq, parts in pieces.items()}
 

@@ -18,6 +18,8 @@ from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
 
 GIB = 1 << 30
 CPU_MAX_NUM_SEQS = 128
+GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_BATCHED_TOKENS = 8192
 CPU_MAX_NUM_BATCHED_TOKENS = 512  # products run at 428 / 433 / 434 GFLOP/s at M = 128 / 512 / 2048: more buys nothing
 MIN_NUM_BATCHED_TOKENS = 128  # products lose little down to here; a default batch decodes in one step
 BUDGET_STEP = 64
@@ -47,23 +49,17 @@ class PoolSize:
         return self.num_blocks * self.bytes_per_block
 
 
-def resolve_device(device: str) -> str:
-    if device in ("auto", "cpu"):
-        return "cpu"
-    if device.startswith("cuda"):
-        raise NotSupportedError(f"device={device!r} is not supported yet: pass device='cpu'")
-    raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
-
-
-def resolve_dtype(dtype: Any, kernels: str = "auto") -> torch.dtype:
-    """bfloat16 unless another is asked for. On a CPU that is float32 only; CUDA's kernels, emulated, have float16 only.
+def resolve_dtype(dtype: Any, kernels: str = "auto", is_cuda: bool = False) -> torch.dtype:
+    """bfloat16 unless another is asked for. On a CPU that is float32 only; CUDA's kernels, emulated too, have float16.
 
     Where a CPU cannot multiply bfloat16 its kernels widen it.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-    where, other = ("by kernels='simt'", "float16") if kernels == "simt" else ("on a CPU", "float32")
+    where, other = ("on a CPU", "float32")
+    if kernels == "simt" or is_cuda:
+        where, other = ("on CUDA" if is_cuda else "by kernels='simt'", "float16")
     if str(DTYPES[name]).removeprefix("torch.") not in ("bfloat16", other):
         raise NotSupportedError(f"dtype={name!r} is not supported {where}: pass dtype='bfloat16' or {other!r}")
     return DTYPES[name]
@@ -74,8 +70,9 @@ def check_block_size(block_size: int) -> None:
         raise ValueError(f"block_size must be one of {SUPPORTED_BLOCK_SIZES}, got {block_size!r}")
 
 
-def resolve_max_num_seqs(config: EngineConfig) -> int:
-    return CPU_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs
+def resolve_max_num_seqs(config: EngineConfig, is_gpu: bool = False) -> int:
+    default = GPU_MAX_NUM_SEQS if is_gpu else CPU_MAX_NUM_SEQS
+    return default if config.max_num_seqs is None else config.max_num_seqs
 
 
 def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: float) -> int:
@@ -89,11 +86,18 @@ def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: flo
 
 
 def resolve_pool(
-    config: EngineConfig, groups: KVGroups, *, max_position: int, bytes_per_block: int, free_bytes: int
+    config: EngineConfig,
+    groups: KVGroups,
+    *,
+    max_position: int,
+    bytes_per_block: int,
+    free_bytes: int,
+    max_num_seqs: int | None = None,
 ) -> PoolSize:
     """How many blocks fit, and how long a request may be.
 
-    max_position: the length in the model's config; free_bytes: what is left for the pool after weights and buffers.
+    max_position: the length in the model's config; free_bytes: what is left for the pool after weights and buffers;
+    max_num_seqs: as resolved, default what a CPU has.
     The pool takes `kv_cache_memory_bytes`, or `gpu_memory_utilization` of what is free, but never more than
     max_num_seqs requests of max_model_len could fill, and it always holds one request of max_model_len.
     """
@@ -121,5 +125,5 @@ def resolve_pool(
             )
         notice = f"max_model_len lowered from {wanted_len:,} to {longest:,}: the KV cache holds no more ({source})"
         wanted_len = longest
-    usable = resolve_max_num_seqs(config) * groups.num_blocks(wanted_len)
+    usable = (max_num_seqs or resolve_max_num_seqs(config)) * groups.num_blocks(wanted_len)
     return PoolSize(min(num_blocks, usable), bytes_per_block, wanted_len, notice)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from pagedllm.sampling.processors import token_words
 NO_PENALTIES = (1.0, 0.0, 0.0)
 NO_TOKEN_LEFT = "allowed_token_ids, choices, bad_words and min_tokens together leave no token to choose"
 NOTHING = (None,) * 4
+Array = NDArray[Any]
 EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_VALUES = np.zeros(0, np.float32)
 
@@ -40,6 +42,26 @@ class TopLogprobs:
     token_ids: NDArray[np.int32]  # [R, 1 + k]: the row's own token, then the top k in order
     logprobs: NDArray[np.float32]  # [R, 1 + k]
     ranks: NDArray[np.int32]  # [R] of the row's own token
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerInput:
+    """What a step's sampling reads, from the persistent rows; `arrays` are to be brought to the logits' device."""
+
+    rows: list[int]  # [R]
+    num_logprobs: NDArray[np.int32]  # [R], -1: none wanted
+    has_user: bool
+    edits: tuple[Array | None, ...] | None  # arguments of process_logits
+    parameters: tuple[Array, ...]  # of `sample`
+    errors: dict[int, RequestError]
+
+    @property
+    def wants_logprobs(self) -> NDArray[np.intp]:
+        return np.flatnonzero(self.num_logprobs >= 0)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [*self.parameters, self.wants_logprobs, *(edit for edit in self.edits or () if edit is not None)]
 
 
 class Sampler:
@@ -59,34 +81,59 @@ class Sampler:
         output_positions: NDArray[np.int32],
         sample_indices: NDArray[np.int32],
     ) -> SamplerOutput:
-        """logits [R, vocab_size] float32, may be edited; rows [R] persistent rows, several times where several samples
-        are drawn; output_positions, sample_indices [R] of the tokens to draw. The caller tells `SamplingRows.accept`
-        which tokens it keeps."""
-        num_logprobs = self.rows.num_logprobs[rows]
-        wants_logprobs = np.flatnonzero(num_logprobs >= 0)
+        """`prepare` and `run`, of logits on the CPU."""
+        given = self.prepare(rows, output_positions, sample_indices)
+        return self.run(logits, given, [torch.from_numpy(array) for array in given.arrays])
+
+    def prepare(
+        self, rows: NDArray[np.intp], output_positions: NDArray[np.int32], sample_indices: NDArray[np.int32]
+    ) -> SamplerInput:
+        """rows [R] persistent rows, several times where several samples are drawn; output_positions, sample_indices [R]
+        of the tokens to draw."""
         row_list: list[int] = rows.tolist()
         errors: dict[int, RequestError] = {}
         edits = self._edits(row_list, errors)
-        has_user = bool(self.rows.user) and not self.rows.user.keys().isdisjoint(row_list)
+        state = self.rows
+        columns = (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)
+        return SamplerInput(
+            rows=row_list,
+            num_logprobs=state.num_logprobs[rows],
+            has_user=bool(state.user) and not state.user.keys().isdisjoint(row_list),
+            edits=edits,
+            parameters=(*(column[rows] for column in columns), np.stack((sample_indices, output_positions), 1)),
+            errors=errors,
+        )
+
+    def run(self, logits: Tensor, given: SamplerInput, staged: Sequence[Tensor]) -> SamplerOutput:
+        """logits [R, vocab_size] float32, may be edited; staged: given.arrays on their device. The caller tells
+        `SamplingRows.accept` which tokens it keeps."""
+        parameters, (wants_logprobs, *rest) = staged[: len(given.parameters)], staged[len(given.parameters) :]
+        edits = None
+        if given.edits is not None:
+            found = iter(rest)
+            edits = tuple(None if edit is None else next(found) for edit in given.edits)
+        errors = dict(given.errors)
         raw: Tensor | None = None
         if len(wants_logprobs) and self.logprobs_mode == "raw_logprobs":
-            raw = logits if len(wants_logprobs) == len(rows) else logits[torch.from_numpy(wants_logprobs)]
-            if raw is logits and (edits is not None or has_user):
+            raw = logits if len(wants_logprobs) == len(given.rows) else logits[wants_logprobs]
+            if raw is logits and (edits is not None or given.has_user):
                 raw = logits.clone()
-        if has_user:
-            self._edit_around_users(logits, row_list, edits, errors)
+        if given.has_user:
+            self._edit_around_users(logits, given.rows, edits, errors)
         elif edits is not None:
             process_logits(self.namespace, logits, *edits)
-        token_ids = self._draw(logits, rows, np.stack((sample_indices, output_positions), 1))
+        token_ids = torch.empty(len(given.rows), dtype=torch.int32, device=logits.device)
+        sample(self.namespace, token_ids, logits, *parameters)
         if errors:
             token_ids[list(errors)] = -1
         logprobs: list[TokenLogprobs | None] | None = None
         if len(wants_logprobs) and raw is None:
-            raw = self._processed(logits, token_ids, rows, wants_logprobs)
+            raw = self._processed(logits[wants_logprobs], token_ids.tolist(), given)
         if raw is not None:
-            logprobs = [None] * len(rows)
-            found = self._logprobs(raw, token_ids[torch.from_numpy(wants_logprobs)], num_logprobs[wants_logprobs])
-            for i, entry in zip(wants_logprobs.tolist(), found, strict=True):
+            logprobs = [None] * len(given.rows)
+            places = given.wants_logprobs
+            entries = self._logprobs(raw, token_ids[wants_logprobs], given.num_logprobs[places])
+            for i, entry in zip(places.tolist(), entries, strict=True):
                 logprobs[i] = entry
         return SamplerOutput(token_ids.tolist(), logprobs, errors)
 
@@ -110,26 +157,14 @@ class Sampler:
         if edits is not None:
             process_logits(self.namespace, logits, *(*NOTHING, *edits[4:]))
 
-    def _draw(self, logits: Tensor, rows: NDArray[np.intp], counter: NDArray[np.int32]) -> Tensor:
-        """counter [R, 2]: sample index, output position."""
-        token_ids = torch.empty(len(rows), dtype=torch.int32, device="cpu")
+    def _processed(self, processed: Tensor, token_ids: Sequence[int], given: SamplerInput) -> Tensor:
+        """`processed`, the rows that want logprobs: by their temperature, and -inf where min_p, top_k or top_p drop a
+        token. token_ids [R]"""
         state = self.rows
-        temperature, top_k, top_p, min_p, seed, place = (
-            torch.from_numpy(array)
-            for array in (
-                *(column[rows] for column in (state.temperature, state.top_k, state.top_p, state.min_p, state.seed)),
-                counter,
-            )
-        )
-        sample(self.namespace, token_ids, logits, temperature, top_k, top_p, min_p, seed, place)
-        return token_ids
-
-    def _processed(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.intp], wanted: NDArray[np.intp]) -> Tensor:
-        """[len(wanted), V]: those rows by their temperature, and -inf where min_p, top_k or top_p drop a token."""
-        state, processed = self.rows, logits[torch.from_numpy(wanted)]
-        for z, i in zip(processed, wanted.tolist(), strict=True):
+        for z, i in zip(processed, given.wants_logprobs.tolist(), strict=True):
+            row = given.rows[i]
             temperature, top_k, top_p, min_p = (
-                column[rows[i]].item() for column in (state.temperature, state.top_k, state.top_p, state.min_p)
+                column[row].item() for column in (state.temperature, state.top_k, state.top_p, state.min_p)
             )
             if temperature == 0 or token_ids[i] < 0:
                 continue
@@ -139,7 +174,7 @@ class Sampler:
             z.div_(temperature)
         return processed
 
-    def _edits(self, rows: Sequence[int], errors: dict[int, RequestError]) -> tuple[Tensor | None, ...] | None:
+    def _edits(self, rows: Sequence[int], errors: dict[int, RequestError]) -> tuple[Array | None, ...] | None:
         """The arguments of process_logits after the logits, four for masks and bias, four for penalties; None where no
         row has any. A row whose masks leave no token is an error."""
         state = self.rows
@@ -151,7 +186,7 @@ class Sampler:
                     mask.fill(words[i])
                 if not words[i].any():
                     errors[i] = RequestError("invalid_parameter", NO_TOKEN_LEFT)
-            bitmask = torch.from_numpy(words)
+            bitmask = words
         if state.bias and not state.bias.keys().isdisjoint(rows):
             bias = _ragged(rows, state.bias.get, EMPTY_VALUES)
         if state.counts and not state.counts.keys().isdisjoint(rows):
@@ -161,23 +196,23 @@ class Sampler:
                 return None if counts is None else (counts.ids, counts.counts)
 
             strengths = np.array([state.penalties[r] if r in state.counts else NO_PENALTIES for r in rows], np.float32)
-            penalties = (torch.from_numpy(strengths), *_ragged(rows, counted, EMPTY_IDS))
+            penalties = (strengths, *_ragged(rows, counted, EMPTY_IDS))
         if bitmask is None and bias is None and penalties is None:
             return None
         return (bitmask, *(bias or (None,) * 3), *(penalties or (None,) * 4))
 
     def top_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
         """Of each row's own token, token_ids [R] int32, and of its k likeliest; NaN where logits are not finite."""
-        num_rows = len(token_ids)
-        top_ids = torch.empty((num_rows, k), dtype=torch.int32, device="cpu")
-        top_values = torch.empty((num_rows, k), dtype=torch.float32, device="cpu")
-        values = torch.empty(num_rows, dtype=torch.float32, device="cpu")
-        ranks = torch.empty(num_rows, dtype=torch.int32, device="cpu")
+        num_rows, device = len(token_ids), logits.device
+        top_ids = torch.empty((num_rows, k), dtype=torch.int32, device=device)
+        top_values = torch.empty((num_rows, k), dtype=torch.float32, device=device)
+        values = torch.empty(num_rows, dtype=torch.float32, device=device)
+        ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
         top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
         return TopLogprobs(
-            np.concatenate((token_ids[:, None].numpy(), top_ids.numpy()), 1),
-            np.concatenate((values[:, None].numpy(), top_values.numpy()), 1),
-            ranks.numpy(),
+            np.concatenate((token_ids[:, None].cpu().numpy(), top_ids.cpu().numpy()), 1),
+            np.concatenate((values[:, None].cpu().numpy(), top_values.cpu().numpy()), 1),
+            ranks.cpu().numpy(),
         )
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
@@ -192,11 +227,11 @@ def _ragged(
     rows: Sequence[int],
     get: Callable[[int], tuple[NDArray[np.int32], NDArray[np.generic]] | None],
     empty: NDArray[np.generic],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Array, Array, Array]:
     """(offsets [R + 1], ids [n], values [n]) of what `get` has for each row."""
     parts = [get(row) or (EMPTY_IDS, empty) for row in rows]
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(ids) for ids, _ in parts], out=offsets[1:])
     ids = np.concatenate([ids for ids, _ in parts])
     values = np.concatenate([values for _, values in parts])
-    return torch.from_numpy(offsets), torch.from_numpy(ids), torch.from_numpy(values)
+    return offsets, ids, values

@@ -86,12 +86,12 @@ def interrupt(llm: LLM, prompts: list[Any], params: list[SamplingParams], step: 
     """The outputs that a KeyboardInterrupt in this step gives back; all of them if there are fewer steps."""
     original, count = ModelRunner.forward, 0
 
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
+    def interrupted(self: ModelRunner, *args: Any) -> Any:
         nonlocal count
         count += 1
         if count == step:
             raise KeyboardInterrupt
-        return original(self, batch)
+        return original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "forward", interrupted)

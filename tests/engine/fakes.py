@@ -142,6 +142,11 @@ class FakeRunner:
         first = max(0, num_computed_tokens + 1 - window) if window else 0
         return row.token_ids[:first] + [self.slots[self._slot(row, i, group)] for i in range(first, end)]
 
+    def _seen(self, row: _Row, num_computed_tokens: int, end: int) -> list[int]:
+        """What is read back up to there; by the group that reads anything wrong, if one does."""
+        views = [self._read(row, num_computed_tokens, end, group) for group in range(len(self.windows))]
+        return next((view for view in views if view != row.token_ids[:end]), views[0])
+
     def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         sampled: list[tuple[int, ...]] = []
         is_finite: list[bool] = []
@@ -159,8 +164,7 @@ class FakeRunner:
                 sampled.append(())
                 logprobs.append(())
                 continue
-            views = [self._read(row, scheduled.num_computed_tokens, end, g) for g in range(len(self.windows))]
-            seen = next((view for view in views if view != row.token_ids), views[0])
+            seen = self._seen(row, scheduled.num_computed_tokens, end)
             if not scheduled.num_samples:
                 assert row.num_logprobs is not None
                 sampled.append(())
@@ -181,7 +185,7 @@ class FakeRunner:
         scored = range(begin + 1, min(end + 1, len(token_ids)))
         if not scored:
             return None
-        seen = [self.slots[self._slot(row, position)] for position in range(end)]
+        seen = self._seen(row, scheduled.num_computed_tokens, end)
         values = [logprob_of([*seen[:position], token_ids[position]]) for position in scored]
         return LogprobRows(
             np.array([[token_ids[position]] for position in scored], np.int32),

@@ -181,6 +181,20 @@ def test_a20_what_a_scored_prompt_computed_serves_a_later_one_that_is_not(llm: L
     assert score_bytes(scored) == score_bytes(again)
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a20_several_outputs_have_one_scored_prompt(folder: Path, temperature: float, max_tokens: int) -> None:
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": 1, "ignore_eos": True, "prompt_logprobs": 1}
+    with open_llm(folder, max_num_batched_tokens=7, **STARVED) as llm:
+        alone = llm.generate([PROMPT], SamplingParams(**fields))[0]
+        several = llm.generate([PROMPT, PROMPT[:20]], SamplingParams(n=3, **fields))
+        assert [len(output.outputs) for output in several] == [3, 3]
+        assert several[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert score_bytes(several[0]) == score_bytes(alone)
+        assert score_bytes(several[1]) == score_bytes(alone)[:20]
+        assert_nothing_left(llm)
+
+
 # A21
 
 

@@ -62,8 +62,8 @@ SITES: list[tuple[type, str]] = [
     (SamplingRows, "set"),
     (SamplingRows, "accept"),
     (Decoder, "forward"),
-    (Sampler, "sample"),
-    (Sampler, "_draw"),
+    (Sampler, "prepare"),
+    (Sampler, "run"),
     (OutputProcessor, "append"),
     (Detokenizer, "decode"),
     (Detokenizer, "stream"),
@@ -291,17 +291,17 @@ def test_c7_a_thread_that_waits_for_its_turn_gets_it_after_an_interrupt(tight: L
 def test_logits_that_are_not_finite_are_that_requests_error_with_advice(
     tight: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch, value: float, step: int
 ) -> None:
-    original, num_calls = Sampler.sample, 0
+    original, num_calls = Sampler.run, 0
 
-    def poisoned(self: Sampler, logits: torch.Tensor, *places: Any) -> Any:
+    def poisoned(self: Sampler, logits: torch.Tensor, *given: Any) -> Any:
         nonlocal num_calls
         if num_calls == step:
             logits[0, 7] = value
         num_calls += 1
-        return original(self, logits, *places)
+        return original(self, logits, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "sample", poisoned)
+        patch.setattr(Sampler, "run", poisoned)
         with pytest.raises(BatchError) as caught:
             tight.generate(PROMPTS, PARAMS)
     failed = [i for i, error in enumerate(errors(caught.value.outputs)) if error is not None]

@@ -37,8 +37,8 @@ weights in Qwen's and OLMoE's mixtures. A Falcon with as many KV heads as heads 
 whether it has alibi.
 
 Not supported, and refused by name: quantized safetensors but for MXFP4 (`quantization_config`), alibi (scores that fall
-with the distance are not in the kernels), Ministral 3. LayerNorm, MLPs without a gate and mixtures of experts have no
-CUDA kernels yet.
+with the distance are not in the kernels), Ministral 3. Mixtures of experts and LayerNorm of heads have no CUDA kernels
+yet: torch computes them on a GPU.
 
 | architecture | GGUF | what its tested configs use |
 |---|---|---|

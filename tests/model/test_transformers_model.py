@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from pagedllm import LLM, NotSupportedError, SamplingParams
+from pagedllm.config import EngineConfig
 from pagedllm.errors import ModelError, RequestError
 from pagedllm.model.checkpoint import SafetensorsCheckpoint
 from pagedllm.model.transformers_model import TransformersDecoder, load_transformers_model
 from pagedllm.ops.attention import CpuAttentionBackend
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.eager_check import check_against_eager
+from pagedllm.runtime.footprint import measure
 from tests.model.transformers_cases import REFUSED, WITH_FAMILY, WITHOUT_FAMILY, save_model
 from tests.tiny import VOCAB_SIZE, save_tiny_model
 
@@ -118,6 +120,8 @@ def test_what_cannot_be_done_right_is_refused_by_name(tmp_path: Path, case: str)
         load(tmp_path)
     text = f"{type(model).__name__} cannot be run by transformers over the paged cache: {reason}"
     assert text in str(caught.value)
+    with pytest.raises(NotSupportedError, match="cannot be run by transformers over the paged cache: it "):
+        open_llm(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,13 @@ def test_weights_that_do_not_fit_are_an_error(starcoder: Path, tmp_path: Path) -
     (tmp_path / "model.safetensors").symlink_to(starcoder / "model.safetensors")
     with pytest.raises(ModelError, match=r"transformers reports missing_keys: model\.layers\.3"):
         load(tmp_path)
+
+
+def test_memory_is_told_before_anything_is_loaded(starcoder: Path) -> None:
+    checkpoint = SafetensorsCheckpoint(starcoder)
+    told = measure(EngineConfig(model=str(starcoder)), torch.float32, checkpoint, checkpoint.stored)
+    assert told.weight_bytes == sum(parameter.nbytes for parameter in load(starcoder).model.parameters())
+    assert (told.num_tokens, told.kv_bytes) == (512, 512 * 2 * 3 * 2 * 32 * 4)  # K, V x layers x heads x size x bytes
 
 
 def test_determinism_is_not_promised(starcoder: Path) -> None:

@@ -21,7 +21,10 @@ WITHOUT_FAMILY: dict[str, Callable[[Any], Any]] = {  # of the module `transforme
     "NemotronForCausalLM": lambda t: t.NemotronConfig(**SIZES),
 }
 WITH_FAMILY: dict[str, Callable[[Any], Any]] = {
-    "Gemma2ForCausalLM": lambda t: t.Gemma2Config(**{**SIZES, **WINDOW, "query_pre_attn_scalar": 32}),  # softcaps
+    # softcaps; a tied head would say the last token again
+    "Gemma2ForCausalLM": lambda t: t.Gemma2Config(
+        **{**SIZES, **WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+    ),
     "GptOssForCausalLM": lambda t: t.GptOssConfig(  # sinks
         **{**SIZES, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

@@ -54,7 +54,7 @@ def test_head_dim_256_has_no_items_of_128_rows() -> None:
 def test_a_long_prompt_is_carried_with_slots_for_its_rows() -> None:
     result = plan([100], [700])
     items = result.work[1:].tolist()
-    assert items == [[0, 128, 72, 0, 700, 0, 1, 1], [0, 0, 128, 0, 664, 8, 1, 1]]
+    assert items == [[0, 128, 72, 0, 700, 8, 1, 1], [0, 0, 128, 0, 664, 0, 1, 1]]
     assert result.merge[0, 0] == 0
     assert result.workspace_size == 16 * FLOATS_PER_SLOT
 

@@ -13,7 +13,6 @@ from pagedllm.kv_groups import KVGroups
 from pagedllm.runtime.resolve import (
     GIB,
     PoolSize,
-    resolve_device,
     resolve_dtype,
     resolve_max_num_batched_tokens,
     resolve_pool,
@@ -92,11 +91,3 @@ def test_the_emulated_cuda_kernels_take_half_and_no_float32() -> None:
 def test_other_dtypes_are_refused_by_name(given: object) -> None:
     with pytest.raises(ValueError, match=r"dtype must be one of.*got"):
         resolve_dtype(given)
-
-
-def test_devices() -> None:
-    assert resolve_device("auto") == "cpu"
-    with pytest.raises(NotSupportedError, match="device='cuda:1'"):
-        resolve_device("cuda:1")
-    with pytest.raises(ValueError, match="got 'tpu'"):
-        resolve_device("tpu")

@@ -30,6 +30,8 @@ class AttentionCase:
     has_sinks: bool = False
     deterministic: bool = True
     seed: int = 0
+    prefixes: tuple[tuple[int, int], ...] = ()  # per sequence: an earlier one, and how many of its keys are its own too
+    is_shared: bool = False  # sequences with equal blocks are attended together, however little that saves
 
     @property
     def shape(self) -> AttentionShape:
@@ -110,7 +112,10 @@ def make_batch(case: AttentionCase) -> Batch:
     k_cache, v_cache = (torch.full(shape, NAN, dtype=c.dtype) for _ in range(2))
     used = 0
     for seq, length in enumerate(c.seq_lens):
-        for index in range(blocks_of[seq]):
+        source, num_shared = c.prefixes[seq] if c.prefixes else (0, 0)
+        first_own = num_shared // c.block_size
+        block_table[seq, :first_own] = block_table[source, :first_own]
+        for index in range(first_own, blocks_of[seq]):
             block = int(ids[used])
             used += 1
             block_table[seq, index] = block
@@ -126,7 +131,9 @@ def make_batch(case: AttentionCase) -> Batch:
 
 def make_metadata(c: AttentionCase, block_table: Tensor) -> AttentionMetadata:
     q_lens, seq_lens = (np.array(x, np.int32) for x in (c.q_lens, c.seq_lens))
-    plan = CudaAttentionBackend("pagedllm_simt", c.deterministic).plan(q_lens, seq_lens, c.shape)
+    backend = CudaAttentionBackend("pagedllm_simt", c.deterministic)
+    backend.shared_launch_bytes = 0
+    plan = backend.plan(q_lens, seq_lens, c.shape, (block_table.numpy(),) if c.is_shared else (), c.block_size)
     cu_seqlens_q = torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32))
     return AttentionMetadata(
         cu_seqlens_q, torch.from_numpy(seq_lens), (block_table,), (torch.empty(0, dtype=torch.int64),),

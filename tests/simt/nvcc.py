@@ -15,6 +15,7 @@ from tests.simt.emulator import ROOT, only_builder_of
 FOLDER = ROOT / "build" / "nvcc"
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 GATED_ARCHS = ("80", "90")
+LATER_ARCHS = ("100", "120")
 NO_NVCC = "nvcc was not found by CUDA_HOME, PATH or in the pip package nvidia-cuda-nvcc"
 NO_NVDISASM = "nvdisasm was not found by CUDA_HOME, PATH or in the pip package nvidia-cuda-nvdisasm"
 

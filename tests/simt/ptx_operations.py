@@ -13,7 +13,8 @@ from tests.simt.ptx_parser import Instruction
 
 Array = NDArray[Any]
 TYPES: dict[str, Any] = {
-    "pred": np.bool_, "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16,
+    "pred": np.bool_, "u8": np.uint8, "b8": np.uint8,
+    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16,
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
 }  # fmt: skip

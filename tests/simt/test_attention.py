@@ -175,7 +175,7 @@ def test_a_captured_step_serves_other_batches_of_its_size(emulator: Emulator) ->
     large = make_batch(AttentionCase((1, 1, 1), (250, 64, 700), seed=1))
     capacity = {
         "work": 12,
-        "merge": 6,
+        "merge": 4,
         "workspace": max(small.metadata.workspace.numel(), large.metadata.workspace.numel()),
     }
 

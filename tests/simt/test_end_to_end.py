@@ -18,6 +18,8 @@ from pagedllm.errors import ModelError, NotSupportedError
 from pagedllm.model.dense_format import DenseFormat
 from pagedllm.model.linear import Epilogue
 from pagedllm.model.loader import load_model, open_checkpoint
+from pagedllm.ops.attention import AttentionPlan
+from pagedllm.ops.cuda_attention import SHARED as SHARED_ITEM
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from tests.model.harness import Sequences, load
 from tests.simt.emulator import Emulator
@@ -192,3 +194,30 @@ def test_float16_generates(emulator: Emulator, folders: dict[str, Path]) -> None
         with open_llm(folders["qwen3"], dtype=dtype) as llm:
             tokens[dtype] = llm.generate(["one two three"], params, use_tqdm=False)[0].outputs[0].token_ids
     assert tokens["half"] == tokens["bfloat16"]
+
+
+def test_attending_prefixes_together_changes_nothing(
+    emulator: Emulator, row_invariant_products: None, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests with 90 tokens in common, and windows (gemma3) that begin within them."""
+    prefix = list(range(5, 95))
+    prompts = [{"prompt_token_ids": prefix + [100 + n] * (1 + n % 3)} for n in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    shared_rows = []
+    plan = CudaAttentionBackend.plan
+
+    def watched(*args: Any, **kwargs: Any) -> AttentionPlan:
+        result = plan(*args, **kwargs)
+        shared_rows.append(int((result.work[1:, 7] == SHARED_ITEM).sum()))
+        return result
+
+    monkeypatch.setattr(CudaAttentionBackend, "plan", watched)
+    found = {}
+    for launch_bytes in (1 << 60, 0):  # never, always
+        monkeypatch.setattr(CudaAttentionBackend, "shared_launch_bytes", launch_bytes)
+        shared_rows.clear()
+        with open_llm(folders["gemma3"], num_full_requests=12, max_num_seqs=12, max_num_batched_tokens=128) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        found[launch_bytes] = [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
+        assert (sum(shared_rows) > 4) == (launch_bytes == 0)
+    assert found[0] == found[1 << 60]

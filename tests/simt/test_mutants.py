@@ -33,11 +33,11 @@ EMULATED = [
            "race|in flight|uninitialised"),
     Mutant("waits for one group too few", KERNEL, "copy_async_wait<S::kSlots - 2>()", "copy_async_wait<S::kSlots - 1>()",
            "cp.async still in flight"),
-    Mutant("copies into the slot that is read", TILE, "slot_byte_(S::kFixedBytes)", "slot_byte_(S::next_slot(S::kFixedBytes))",
+    Mutant("copies into the slot that is read", KERNEL, "(tile, S::previous_slot(slot_byte))", "(tile, slot_byte)",
            "race|in flight|uninitialised"),
-    Mutant("keys past the end are read", TILE, "key >= first_visible_ && key < end_key_", "key >= first_visible_",
+    Mutant("keys past the end are read", TILE, "key >= first_visible && key < end_key", "key >= first_visible",
            "out-of-bounds|wrong numbers"),
-    Mutant("keys before the window are read", TILE, "key >= first_visible_ && key < end_key_", "key < end_key_",
+    Mutant("keys before the window are read", TILE, "key >= first_visible && key < end_key", "key < end_key",
            "out-of-bounds|bytes"),
     Mutant("no barrier after the maxima are shared", KERNEL, "      mine[8] = high;\n    }\n    __syncthreads();",
            "      mine[8] = high;\n    }", "race|uninitialised"),
@@ -61,8 +61,17 @@ EMULATED = [
            "out-of-bounds|race between blocks|wrong numbers"),
     Mutant("the merge forgets a split", MERGE, "split < item.num_splits; ++split", "split + 1 < item.num_splits; ++split", "wrong numbers"),
     Mutant("the accumulators are not rescaled", KERNEL, "if (!__any_sync(kAllLanes, has_moved)) return;", "return;", "wrong numbers"),
-    Mutant("block ids of the wrong split", TILE, "tile_ / kTilesPerSplit * kSplitKeys >>", "(tile_ - 1) / kTilesPerSplit * kSplitKeys >>",
+    Mutant("block ids of the wrong split", TILE, "tile / kTilesPerSplit * kSplitKeys >>", "(tile - 1) / kTilesPerSplit * kSplitKeys >>",
            "out-of-bounds|wrong numbers"),
+    Mutant("no barrier before the item is read", KERNEL, "    const Item item(p, i);\n    __syncthreads();", "    const Item item(p, i);",
+           "race|uninitialised"),
+    Mutant("the next item is written while the last is read", KERNEL, "    i = Item::state().index + static_cast<int>(gridDim.x);\n    __syncthreads();  // shared memory is free for the next item",
+           "    __syncthreads();\n    i = Item::state().index + static_cast<int>(gridDim.x);", "race"),
+    Mutant("a decode forgets what a shared item left it", KERNEL, "has_flag(kContinues)) load_state();", "false) load_state();", "wrong numbers"),
+    Mutant("a shared row goes to its neighbour's slot", KERNEL, "item.member(packed_row).first_slot", "item.member(packed_row ^ 1).first_slot",
+           "wrong numbers|race|uninitialised"),
+    Mutant("a shared row's window is its neighbour's", TILE, "row < last_row ? row : last_row", "0", "wrong numbers"),
+    Mutant("the merge reads splits before the window", MERGE, "p.window > 0 && window_begin > 0 ?", "false ?", "wrong numbers|uninitialised"),
     Mutant("no swizzle", TILE, "(chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16", "chunk * 16", "bank conflicts|wrong numbers"),
     Mutant("histogram without a barrier", "sampling_row.cuh", "      scratch.counts[thread] = 0;\n    }\n    __syncthreads();",
            "      scratch.counts[thread] = 0;\n    }", "race|uninitialised"),
@@ -83,6 +92,8 @@ cases = [
     AttentionCase((140,), (1040,), num_q_heads=1, num_kv_heads=1),
     AttentionCase((3, 130), (40, 200), num_q_heads=2, num_kv_heads=1),
     AttentionCase((1, 1), (63, 79)),
+    AttentionCase((1, 1, 1), (660, 700, 645), prefixes=((0, 0), (0, 640), (0, 640)), is_shared=True),
+    AttentionCase((1, 1, 1), (660, 1200, 645), prefixes=((0, 0), (0, 640), (0, 640)), is_shared=True, window=200),
 ]
 for order in (0, 1, 2):
     emulator.configure(order, seed=order + 3)
@@ -96,7 +107,7 @@ for order in (0, 1, 2):
         loads = after["load_matrix"] - before["load_matrix"]
         if after["load_matrix_wavefronts"] - before["load_matrix_wavefronts"] > 4 * loads:
             sys.exit("bank conflicts")
-        if case.window:
+        if case.window and not case.is_shared:
             minimum = sum(min(case.window, length) for length in case.seq_lens) * case.num_kv_heads * case.head_dim * 2
             if emulator.traffic()["k_cache"].bytes_read > 1.02 * minimum:
                 sys.exit("more bytes than needed")

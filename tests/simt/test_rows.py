@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pagedllm.ops.kv_write import copy_blocks
-from pagedllm.ops.linear import Activation, gated_activation, gather_rows
-from pagedllm.ops.norm import add_rms_norm, rms_norm
+from pagedllm.ops.linear import Activation, gated_activation, gather_rows, ungated_activation
+from pagedllm.ops.norm import add_rms_norm, layer_norm, rms_norm
 from tests.simt.attention_case import relative_error
 from tests.simt.emulator import Emulator
 
@@ -62,20 +62,67 @@ def test_a_normed_row_has_the_same_bits_in_any_batch(emulator: Emulator) -> None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("hidden_size", [64, 576, 8200])
+def test_layer_norm_is_as_exact_as_torch(
+    emulator: Emulator, dtype: torch.dtype, has_bias: bool, hidden_size: int
+) -> None:
+    x = random_rows(3, hidden_size, dtype) + 30  # far from zero: a mean of squares would lose digits
+    weight, bias = torch.rand(hidden_size) + 0.5, torch.randn(hidden_size) if has_bias else None
+    out = torch.empty(3, hidden_size, dtype=dtype)
+    layer_norm(SIMT, out, x, weight, bias, 1e-5)
+    wide = None if bias is None else bias.double()
+    expected = torch.nn.functional.layer_norm(x.double(), (hidden_size,), weight.double(), wide, 1e-5)
+    own = torch.nn.functional.layer_norm(x.float(), (hidden_size,), weight, bias, 1e-5).to(dtype)
+    assert relative_error(out, expected) <= 2 * relative_error(own, expected)
+    alone = x[2:].clone()
+    layer_norm(SIMT, alone, alone, weight, bias, 1e-5)  # in place
+    assert torch.equal(alone[0], out[2])
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation == Activation.SILU:
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == Activation.GELU_TANH else "none")
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if activation == Activation.CLAMPED_SWISH:
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return activated(gate, activation) * up
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", list(Activation)[1:])
 def test_gated_activation_is_as_exact_as_torch(emulator: Emulator, dtype: torch.dtype, activation: Activation) -> None:
-    gate_up = random_rows(3, 2 * 1096, dtype)
+    gate_up = random_rows(3, 2 * 1096, dtype) * (4 if activation == Activation.CLAMPED_SWISH else 1)
     gate, up = gate_up[:, :1096], gate_up[:, 1096:]
     out = torch.empty(3, 1096, dtype=dtype)
     gated_activation(SIMT, out, gate, up, activation)
-    act = {
-        Activation.SILU: torch.nn.functional.silu,
-        Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        Activation.GELU: torch.nn.functional.gelu,
-    }[activation]
-    expected = act(gate.double()) * up.double()
-    own = (act(gate.float()) * up.float()).to(dtype)
+    expected = gated(gate.double(), up.double(), activation)
+    own = gated(gate.float(), up.float(), activation).to(dtype)
     assert relative_error(out, expected) <= 2 * relative_error(own, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU])
+def test_ungated_activation_is_as_exact_as_torch(
+    emulator: Emulator, dtype: torch.dtype, activation: Activation
+) -> None:
+    x = random_rows(3, 1096, dtype)
+    out = x.clone()
+    ungated_activation(SIMT, out, out, activation)  # in place
+    expected, own = activated(x.double(), activation), activated(x.float(), activation).to(dtype)
+    assert relative_error(out, expected) <= 2 * relative_error(own, expected)
+
+
+def test_activations_that_need_a_gate_are_refused_without_one(emulator: Emulator) -> None:
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="ungated_activation: activation must be from 1 to 3, got 4"):
+        ungated_activation(SIMT, x, x, Activation.CLAMPED_SWISH)
+    with pytest.raises(RuntimeError, match="gated_activation: activation must be from 1 to 4, got 0"):
+        gated_activation(SIMT, x, x, x, Activation.NONE)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -8,7 +8,7 @@ namespace {
 void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor, const Tensor& x_tensor,
          const Tensor& weight_tensor, double eps) {
   DeviceCall call(op, x_tensor);
-  const Argument x = call.reads("x", x_tensor), out = call.writes("out", out_tensor);
+  const Argument out = call.writes("out", out_tensor), x = call.reads("x", x_tensor);  // may be the same
   const Argument weight = call.reads("weight", weight_tensor);
   const int64_t num_rows = x.dim(2).size(0), hidden_size = x.size(1);
   out.type(x.type()).shape({num_rows, hidden_size});
@@ -43,6 +43,32 @@ void add_rms_norm_op(const Tensor& out, const Tensor& residual, const Tensor& x,
   run("add_rms_norm", out, &residual, x, weight, eps);
 }
 
+void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                   const std::optional<Tensor>& bias_tensor, double eps) {
+  DeviceCall call("layer_norm", x_tensor);
+  const Argument out = call.writes("out", out_tensor), x = call.reads("x", x_tensor);  // may be the same
+  const Argument weight = call.reads("weight", weight_tensor);
+  const int64_t num_rows = x.dim(2).size(0), hidden_size = x.size(1);
+  out.type(x.type()).shape({num_rows, hidden_size});
+  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  DeviceLayerNormParams params{};
+  params.type = element_type(x, true);
+  check_vector_rows(x, element_bytes(params.type));
+  check_vector_rows(out, element_bytes(params.type));
+  params.out = out.data<void>();
+  params.x = x.data<void>();
+  params.weight = weight.data<const float>();
+  params.bias = call.reads_optional<float>("bias", bias_tensor, [&](const Argument& bias) {
+    bias.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  });
+  params.out_stride = out.stride(0);
+  params.x_stride = x.stride(0);
+  params.num_rows = static_cast<int32_t>(num_rows);
+  params.hidden_size = static_cast<int32_t>(hidden_size);
+  params.eps = static_cast<float>(eps);
+  call.check(layer_norm(params, call.stream()));
+}
+
 }  // namespace
 }  // namespace pagedllm
 
@@ -51,4 +77,6 @@ PAGEDLLM_DEVICE_OPERATORS(library) {
   PAGEDLLM_IMPLEMENT(library, rms_norm_op, "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
   PAGEDLLM_IMPLEMENT(library, add_rms_norm_op,
                      "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
+  PAGEDLLM_IMPLEMENT(library, layer_norm_op,
+                     "layer_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, float eps) -> ()");
 }

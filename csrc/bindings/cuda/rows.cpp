@@ -5,30 +5,43 @@
 namespace pagedllm {
 namespace {
 
-void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, const Tensor& up_tensor,
-                         int64_t activation) {
-  constexpr const char* kOp = "gated_activation";
-  DeviceCall call(kOp, out_tensor);
-  const Argument out = call.writes("out", out_tensor), gate = call.reads("gate", gate_tensor),
-                 up = call.reads("up", up_tensor);
-  GatedActivationParams params{};
+void activation_op(const char* op, const Tensor& out_tensor, const char* x_name, const Tensor& x_tensor,
+                   const Tensor* up_tensor, int64_t activation) {
+  DeviceCall call(op, out_tensor);
+  const Argument out = call.writes("out", out_tensor), x = call.reads(x_name, x_tensor);
+  ActivationParams params{};
   params.type = element_type(out, true);
-  const int64_t num_rows = out.dim(2).size(0), width = out.size(1);
-  for (const Argument* argument : {&out, &gate, &up}) {
-    argument->type(out.type()).shape({num_rows, width});
-    check_vector_rows(*argument, element_bytes(params.type));
+  const int64_t num_rows = out.dim(2).size(0), width = out.size(1), most = up_tensor != nullptr ? 4 : 3;
+  const auto check = [&](const Argument& argument) {
+    argument.type(out.type()).shape({num_rows, width});
+    check_vector_rows(argument, element_bytes(params.type));
+  };
+  check(out);
+  check(x);
+  if (activation < 1 || activation > most)
+    fail(op, "activation must be from 1 to " + std::to_string(most) + ", got " + std::to_string(activation));
+  if (up_tensor != nullptr) {
+    const Argument up = call.reads("up", *up_tensor);
+    check(up);
+    params.up = up.data<void>();
+    params.up_stride = up.stride(0);
   }
-  if (activation < 1 || activation > 3) fail(kOp, "activation must be 1, 2 or 3, got " + std::to_string(activation));
   params.out = out.data<void>();
-  params.gate = gate.data<void>();
-  params.up = up.data<void>();
+  params.gate = x.data<void>();
   params.out_stride = out.stride(0);
-  params.gate_stride = gate.stride(0);
-  params.up_stride = up.stride(0);
+  params.gate_stride = x.stride(0);
   params.num_rows = static_cast<int32_t>(num_rows);
   params.width = static_cast<int32_t>(width);
   params.activation = static_cast<int32_t>(activation);
-  call.check(gated_activation(params, call.stream()));
+  call.check(run_activation(params, call.stream()));
+}
+
+void gated_activation_op(const Tensor& out, const Tensor& gate, const Tensor& up, int64_t activation) {
+  activation_op("gated_activation", out, "gate", gate, &up, activation);
+}
+
+void ungated_activation_op(const Tensor& out, const Tensor& x, int64_t activation) {
+  activation_op("ungated_activation", out, "x", x, nullptr, activation);
 }
 
 void gather_rows_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& indices_tensor) {
@@ -85,6 +98,8 @@ PAGEDLLM_DEVICE_OPERATORS(library) {
   using namespace pagedllm;
   PAGEDLLM_IMPLEMENT(library, gated_activation_op,
                      "gated_activation(Tensor(a!) out, Tensor gate, Tensor up, int activation) -> ()");
+  PAGEDLLM_IMPLEMENT(library, ungated_activation_op,
+                     "ungated_activation(Tensor(a!) out, Tensor x, int activation) -> ()");
   PAGEDLLM_IMPLEMENT(library, gather_rows_op, "gather_rows(Tensor(a!) out, Tensor x, Tensor indices) -> ()");
   PAGEDLLM_IMPLEMENT(library, copy_blocks_op,
                      "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs) -> ()");
