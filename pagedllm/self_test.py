@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedllm.config import EngineConfig
 from pagedllm.engine.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from pagedllm.model.checkpoint import ALL_ROWS
 from pagedllm.runtime.startup import start
 from pagedllm.sampling_params import SamplingParams
 
@@ -67,10 +68,10 @@ class SelfTestCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
         generator = torch.Generator(device="cpu").manual_seed(self.names().index(name))
         tensor = torch.randn(self._shapes[name], generator=generator, device="cpu", dtype=torch.float32)
-        return tensor.abs() if tensor.dim() == 1 else tensor * 0.3
+        return (tensor.abs() if tensor.dim() == 1 else tensor * 0.3)[rows]
 
 
 def generate_tokens(kernels: str, dtype: str) -> list[int]:

@@ -55,7 +55,7 @@ ROPES: dict[str, tuple[int, dict[str, Any]]] = {  # max_position_embeddings, rop
 
 def transformers_config(kind: str) -> Any:
     """kind: "llama" (full attention), "qwen3" (q/k norm), "gemma3" (windows, two ropes, softcaps), "mistral" (a window
-    on every layer), or one of ROPES.
+    on every layer), "qwen3_moe" (mixture of experts), or one of ROPES.
     """
     import transformers
 
@@ -63,6 +63,8 @@ def transformers_config(kind: str) -> Any:
         return transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     if kind == "qwen3":
         return transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
+    if kind == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40)
     if kind == "mistral":
         return transformers.MistralConfig(**SIZES, sliding_window=24)
     if kind == "gemma3":

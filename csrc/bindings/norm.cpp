@@ -37,6 +37,31 @@ void add_rms_norm_op(const Tensor& out, const Tensor& residual, const Tensor& x,
   run("add_rms_norm", out, &residual, x, weight, eps);
 }
 
+void layer_norm_heads_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor, double eps) {
+  const char* op = "layer_norm_heads";
+  const Argument x(op, "x", x_tensor), out(op, "out", out_tensor), weight(op, "weight", weight_tensor);
+  const int64_t num_heads = weight.dim(2).size(0), head_dim = weight.size(1);
+  const int64_t num_rows = x.rows().size(0);
+  x.shape({num_rows, num_heads * head_dim});
+  out.type(x.type()).shape({num_rows, num_heads * head_dim}).rows();
+  weight.type(ScalarType::Float).contiguous();
+  dispatch(x, [&](auto element) {
+    using T = decltype(element);
+    LayerNormParams<T> params{};
+    params.out = out.data<T>();
+    params.x = x.data<const T>();
+    params.weight = weight.data<const float>();
+    params.out_stride = out.stride(0);
+    params.x_stride = x.stride(0);
+    params.num_rows = num_rows;
+    params.hidden_size = head_dim;
+    params.num_heads = num_heads;
+    params.eps = static_cast<float>(eps);
+    params.parallel = torch_threads();
+    run_kernel([params] { pagedllm::layer_norm(params); });
+  });
+}
+
 void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
                    const std::optional<Tensor>& bias_tensor, double eps) {
   const char* op = "layer_norm";
@@ -75,4 +100,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
                      "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
   PAGEDLLM_IMPLEMENT(library, layer_norm_op,
                      "layer_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, float eps) -> ()");
+  PAGEDLLM_IMPLEMENT(library, layer_norm_heads_op,
+                     "layer_norm_heads(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
 }

@@ -165,8 +165,22 @@ void multiply_block(const PackedLinearParams<T, Out>& p, int64_t panel, Range ro
 }  // namespace
 
 template <class T, class Out>
-void packed_linear(const PackedLinearParams<T, Out>& p) {
+void multiply_panels(const PackedLinearParams<T, Out>& p, int64_t first_panel, int64_t end_panel, int64_t first_row,
+                     int64_t end_row, int64_t next_panel) {
   const int64_t panel_size = divide_up(p.k, kPairing<T>) * kPairing<T> * kPanel;
+  const Range rows{first_row, end_row};
+  const int64_t num_blocks = panel_size * int64_t{sizeof(T)} <= kChunkBytes ? 1 : divide_up(rows.size(), kBlockRows);
+  for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+    const int64_t following = panel + 1 < end_panel ? panel + 1 : next_panel;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t next = block + 1 < num_blocks ? panel : std::min(following, p.num_panels - 1);
+      multiply_block(p, panel, rows.part(block, num_blocks), p.weight + next * panel_size);
+    }
+  }
+}
+
+template <class T, class Out>
+void packed_linear(const PackedLinearParams<T, Out>& p) {
   // A task is a run of panels by a share of the rows. Rows are shared out only where there are too few panels.
   const int64_t num_threads = p.parallel.num_threads(), wanted_tasks = 8 * num_threads;
   const int64_t row_shares =
@@ -179,20 +193,15 @@ void packed_linear(const PackedLinearParams<T, Out>& p) {
     const int64_t first_panel = task / row_shares * panels_per_task;
     const int64_t end_panel = std::min(first_panel + panels_per_task, p.num_panels);
     const Range rows = Range{0, p.num_rows}.part(task % row_shares, row_shares);
-    const int64_t num_blocks = panel_size * int64_t{sizeof(T)} <= kChunkBytes ? 1 : divide_up(rows.size(), kBlockRows);
-    for (int64_t panel = first_panel; panel < end_panel; ++panel) {
-      // after the last of a run this thread goes on, most likely, where the others' next runs end
-      const int64_t next_panel = panel + 1 < end_panel ? panel + 1 : first_panel + panels_per_task * num_threads;
-      for (int64_t block = 0; block < num_blocks; ++block) {
-        const int64_t next = block + 1 < num_blocks ? panel : std::min(next_panel, p.num_panels - 1);
-        multiply_block(p, panel, rows.part(block, num_blocks), p.weight + next * panel_size);
-      }
-    }
+    // after the last of a run this thread goes on, most likely, where the others' next runs end
+    multiply_panels(p, first_panel, end_panel, rows.begin, rows.end, first_panel + panels_per_task * num_threads);
   });
 }
 
 template void packed_linear(const PackedLinearParams<bf16, bf16>&);
 template void packed_linear(const PackedLinearParams<bf16, float>&);
 template void packed_linear(const PackedLinearParams<float, float>&);
+template void multiply_panels(const PackedLinearParams<bf16, bf16>&, int64_t, int64_t, int64_t, int64_t, int64_t);
+template void multiply_panels(const PackedLinearParams<float, float>&, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 }  // namespace pagedllm

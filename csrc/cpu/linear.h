@@ -26,4 +26,10 @@ struct PackedLinearParams {
 template <class T, class Out>
 void packed_linear(const PackedLinearParams<T, Out>& params);
 
+// What one of its tasks does, on the calling thread: panels first_panel .. end_panel - 1 by rows first_row ..
+// end_row - 1. next_panel is what this thread will most likely read next, and may lie past the last.
+template <class T, class Out>
+void multiply_panels(const PackedLinearParams<T, Out>& params, int64_t first_panel, int64_t end_panel,
+                     int64_t first_row, int64_t end_row, int64_t next_panel);
+
 }  // namespace pagedllm

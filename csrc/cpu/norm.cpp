@@ -58,14 +58,14 @@ void norm_row(T* out, const T* x, const float* weight, int64_t size, float eps) 
 }
 
 template <class T>
-void layer_norm_row(const LayerNormParams<T>& p, T* out, const T* x) {
+void layer_norm_row(const LayerNormParams<T>& p, T* out, const T* x, const float* weight) {
   const float mean = mean_of(x, p.hidden_size);
   const f32x16 center = f32x16::broadcast(mean);
   const f32x16 scale =
       f32x16::broadcast(inverse_rms(sum_of_squared_differences(x, p.hidden_size, mean), p.hidden_size, p.eps));
   for (int64_t i = 0; i < p.hidden_size; i += 16) {
     const int64_t count = p.hidden_size - i;
-    f32x16 value = (load_partial(x + i, count) - center) * scale * load_partial(p.weight + i, count);
+    f32x16 value = (load_partial(x + i, count) - center) * scale * load_partial(weight + i, count);
     if (p.bias) value = value + load_partial(p.bias + i, count);
     store_partial(out + i, value, count);
   }
@@ -101,9 +101,13 @@ void rms_norm(const RmsNormParams<T>& p) {
 
 template <class T>
 void layer_norm(const LayerNormParams<T>& p) {
-  const int64_t bytes_per_row = 2 * p.hidden_size * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes_per_row = 2 * p.num_heads * p.hidden_size * static_cast<int64_t>(sizeof(T));
   p.parallel.ranges(p.num_rows, bytes_per_row, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) layer_norm_row(p, p.out + row * p.out_stride, p.x + row * p.x_stride);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t at = 0; at < p.num_heads * p.hidden_size; at += p.hidden_size) {
+        layer_norm_row(p, p.out + row * p.out_stride + at, p.x + row * p.x_stride + at, p.weight + at);
+      }
+    }
   });
 }
 

@@ -24,10 +24,11 @@ template <class T>
 struct LayerNormParams {
   T* out;               // [num_rows, hidden_size]
   const T* x;           // [num_rows, hidden_size], may be `out`
-  const float* weight;  // [hidden_size]
-  const float* bias;    // [hidden_size] or null
+  const float* weight;  // [num_heads * hidden_size]
+  const float* bias;    // [hidden_size] or null; null where num_heads is not 1
   int64_t out_stride, x_stride;
   int64_t num_rows, hidden_size;
+  int64_t num_heads = 1;  // parts of a row, of hidden_size each, that are normed by themselves
   float eps;
   Parallel parallel;
 };

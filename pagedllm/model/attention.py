@@ -24,11 +24,13 @@ def qkv_shape(config: ModelConfig) -> LinearShape:
 def qk_norm_shapes(config: ModelConfig) -> dict[str, NormShape]:
     if config.qk_norm == "none":
         return {}
-    q_heads, kv_heads = (1, 1) if config.qk_norm == "head" else (config.num_q_heads, config.num_kv_heads)
-    return {
-        name: NormShape(num_heads * config.head_dim, config.norm_eps, weight_offset=config.norm_weight_offset)
-        for name, num_heads in (("q_norm", q_heads), ("k_norm", kv_heads))
-    }
+    head_dim, eps, offset = config.head_dim, config.norm_eps, config.norm_weight_offset
+    num_heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
+    if config.qk_norm == "head":
+        return {name: NormShape(head_dim, eps, weight_offset=offset) for name in num_heads}
+    if config.qk_norm == "projection":
+        return {name: NormShape(count * head_dim, eps, weight_offset=offset) for name, count in num_heads.items()}
+    return {name: NormShape(head_dim, eps, "layer", num_heads=count) for name, count in num_heads.items()}
 
 
 class Attention:
@@ -44,13 +46,15 @@ class Attention:
         self.namespace = namespace
         self.backend = backend
         self.kind = kind
-        self.scale = config.attention_scale
+        self.scale = config.attention_scale / kind.scale_divisor
         self.eps = config.norm_eps
         self.shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         self.qkv = Linear(qkv_shape(config), weight_format, memory)
         self.norms = {name: Norm(shape, memory, namespace) for name, shape in qk_norm_shapes(config).items()}
         self.sinks = memory.take((config.num_q_heads,), torch.float32) if kind.has_sinks else None
-        self.is_normed_together = config.qk_norm == "projection"
+        self.is_normed_first = config.qk_norm in ("projection", "layer_head")
+        self.part_sizes = self.qkv.shape.part_sizes
+        self.clip = config.qkv_clip
         is_normed_by_head = config.qk_norm == "head"  # beside the rotation
         self.q_norm = self.norms["q_norm"].weight if is_normed_by_head else None
         self.k_norm = self.norms["k_norm"].weight if is_normed_by_head else None
@@ -87,10 +91,13 @@ class Attention:
         """rows.out = attention(x [T, H]); rope_rows: per rope [T] int32."""
         kind = self.kind
         self.qkv.apply(self.namespace, rows.qkv, x)
-        if self.is_normed_together:
-            q_size, k_size = (norm.shape.size for norm in self.norms.values())
-            for norm, part in zip(self.norms.values(), rows.qkv.split((q_size, k_size, k_size), 1), strict=False):
+        if self.is_normed_first:
+            q_size, k_size, _ = self.part_sizes
+            for norm, columns in zip(self.norms.values(), ((0, q_size), (q_size, q_size + k_size)), strict=True):
+                part = rows.qkv[:, slice(*columns)]
                 norm.apply(part, part)
+        if self.clip:
+            rows.qkv.clamp_(-self.clip, self.clip)
         self.backend.write_kv(
             rows.qkv,
             kv_cache,

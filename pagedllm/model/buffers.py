@@ -6,7 +6,7 @@ K KV heads, D head_dim, V vocab_size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,30 +15,62 @@ from pagedllm.model.config import ModelConfig, MoeConfig
 from pagedllm.model.linear import Epilogue
 
 
+@dataclass(frozen=True, slots=True)
 class MoeBuffers:
-    """Of sparse layers, for any number of rows up to max_num_rows; `moe` says what they are for.
+    """Of sparse layers; `moe` says what they are for. Letters: E experts, k experts a token."""
 
-    Letters: E experts, k experts a token.
-    """
+    router_logits: Tensor  # [rows, E] float32
+    weights: Tensor  # [rows, k] float32
+    places: Tensor  # [rows, k] int32
+    tokens: Tensor  # [rows * k] int32
+    bounds: Tensor  # [E + 1] int32
+    gathered: Tensor  # [rows * k, H] what experts read, then what they gave
+    intermediate: Tensor  # [rows * k, I]
+    shared_intermediate: Tensor  # [rows, I]; this and the next two of models with a shared expert
+    shared: Tensor  # [rows, H]
+    shared_gates: Tensor  # [rows, 1] float32
 
-    def __init__(
-        self, moe: MoeConfig, hidden_size: int, dtype: torch.dtype, max_num_rows: int, device: torch.device
-    ) -> None:
-        def allocate(num_rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(num_rows, width, dtype=dtype, device=device)
+    @staticmethod
+    def allocate(
+        moe: MoeConfig, hidden_size: int, dtype: torch.dtype, num_rows: int, device: torch.device
+    ) -> MoeBuffers:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-        has_shared = moe.shared_intermediate_size > 0
-        self.router_logits = allocate(max_num_rows, moe.num_experts, torch.float32)  # [rows, E]
-        self.gathered = allocate(max_num_rows, hidden_size)  # [rows, H]
-        self.intermediate = allocate(max_num_rows, moe.intermediate_size)  # [rows, I]
-        self.expert_out = allocate(max_num_rows * moe.num_experts_per_token, hidden_size)  # [rows * k, H]
-        self.total = allocate(max_num_rows, hidden_size, torch.float32)  # [rows, H]
-        self.shared_intermediate = allocate(max_num_rows if has_shared else 0, moe.shared_intermediate_size)
-        self.shared_gates = allocate(max_num_rows if has_shared else 0, 2, torch.float32)
+        num_chosen = moe.num_experts_per_token
+        num_shared = num_rows if moe.shared_intermediate_size else 0
+        return MoeBuffers(
+            router_logits=empty(num_rows, moe.num_experts, dtype=torch.float32),
+            weights=empty(num_rows, num_chosen, dtype=torch.float32),
+            places=empty(num_rows, num_chosen, dtype=torch.int32),
+            tokens=empty(num_rows * num_chosen, dtype=torch.int32),
+            bounds=empty(moe.num_experts + 1, dtype=torch.int32),
+            gathered=empty(num_rows * num_chosen, hidden_size),
+            intermediate=empty(num_rows * num_chosen, moe.intermediate_size),
+            shared_intermediate=empty(num_shared, moe.shared_intermediate_size),
+            shared=empty(num_shared, hidden_size),
+            shared_gates=empty(num_shared, 1, dtype=torch.float32),
+        )
+
+    def of_rows(self, num_rows: int) -> MoeBuffers:
+        """Views for a step's rows."""
+        num_places = num_rows * self.places.shape[1]
+        return MoeBuffers(
+            router_logits=self.router_logits[:num_rows],
+            weights=self.weights[:num_rows],
+            places=self.places[:num_rows],
+            tokens=self.tokens[:num_places],
+            bounds=self.bounds,
+            gathered=self.gathered[:num_places],
+            intermediate=self.intermediate[:num_places],
+            shared_intermediate=self.shared_intermediate[:num_rows],
+            shared=self.shared[:num_rows],
+            shared_gates=self.shared_gates[:num_rows],
+        )
 
     @property
     def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values())
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +117,9 @@ class DecoderBuffers:
         self.attention = allocate(max_num_tokens, self.q_size)
         is_dense = any(not layer.is_sparse for layer in config.layers)
         self.intermediate = allocate(max_num_rows, config.intermediate_size if is_dense else 0)
-        self.moe = MoeBuffers(config.moe, config.hidden_size, dtype, max_num_rows, device) if config.moe else None
+        self.moe = None
+        if config.moe:
+            self.moe = MoeBuffers.allocate(config.moe, config.hidden_size, dtype, max_num_rows, device)
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
         self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)

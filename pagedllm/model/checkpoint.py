@@ -1,6 +1,7 @@
 """Reads a model folder: config.json and safetensors, one file or shards. No pickle, nothing is executed.
 
 Whatever is missing, torn or contradictory is a ModelError of one line that names the file and says how to mend it.
+Tensors are read, not mapped: pages of a mapped file would count as ours beside the packed weights.
 Knows nothing of families; `loader` decides what each tensor is for.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class Checkpoint(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor; it may be a view of the file, to be copied and dropped."""
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        """A new tensor: all of it, or a range of its first dimension."""
         ...
 
 
@@ -104,7 +107,7 @@ class SafetensorsCheckpoint:
         self._files: dict[str, _File] = {}  # of each tensor, in the files' order
         for file_name in self._find_files():
             file = _File(self.path / file_name)
-            for name in file.slices:
+            for name in file.entries:
                 if name in self._files:
                     raise ModelError(
                         f"{file.path} holds {shown(name)}, and so does {self._files[name].path}: keep one of them"
@@ -116,17 +119,13 @@ class SafetensorsCheckpoint:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].slices[name].get_shape())
+        return self._files[name].entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        file = self._files[name]
-        kind = file.slices[name].get_dtype()
-        if kind not in DTYPES:
-            raise ModelError(f"{file.path}: {shown(name)} is of type {kind}, which is not supported")
-        return DTYPES[kind]
+        return self._files[name].dtype(name)
 
-    def read(self, name: str) -> Tensor:
-        return self._files[name].read(name)
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        return self._files[name].read(name, rows)
 
     @property
     def stored(self) -> Stored:
@@ -178,27 +177,61 @@ class SafetensorsCheckpoint:
                 raise ModelError(f"{self.path / INDEX_FILE} {where}: download both again")
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a safetensors file: its type in the file's words, and its first byte."""
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+
+
 class _File:
-    """One open safetensors file, mapped; its header has been checked against its length."""
+    """One open safetensors file; its header has been checked, by the library, against its length."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as stream:
-                _refuse_lfs_pointer(path, stream.read(len(LFS_POINTER)))
-            self._reader = cast(Any, safe_open(path, framework="pt", device="cpu"))  # its methods are untyped
-            self.slices: dict[str, Any] = {n: self._reader.get_slice(n) for n in self._reader.offset_keys()}
+            self._stream = path.open("rb", buffering=0)
+            start = os.pread(self._stream.fileno(), len(LFS_POINTER), 0)
+            _refuse_lfs_pointer(path, start)
+            with safe_open(path, framework="pt", device="cpu") as reader:
+                names: list[str] = cast(Any, reader).offset_keys()
+            header_size = int.from_bytes(start[:8], "little")
+            header = json.loads(os.pread(self._stream.fileno(), header_size, 8))
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
         except (SafetensorError, ValueError) as error:
             raise ModelError(f"{path} is not a whole safetensors file ({error}): download it again") from None
+        self.entries: dict[str, _Entry] = {}
+        for name in names:
+            entry = header[name]
+            begin = 8 + header_size + entry["data_offsets"][0]
+            self.entries[name] = _Entry(entry["dtype"], tuple(entry["shape"]), begin)
 
-    def read(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._reader.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{self.path}: {shown(name)} cannot be read ({error}): download the file again") from None
-        return tensor
+    def dtype(self, name: str) -> torch.dtype:
+        kind = self.entries[name].kind
+        if kind not in DTYPES:
+            raise ModelError(f"{self.path}: {shown(name)} is of type {kind}, which is not supported")
+        return DTYPES[kind]
+
+    def read(self, name: str, rows: slice) -> Tensor:
+        entry, dtype = self.entries[name], self.dtype(name)
+        row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
+        first, end, _ = rows.indices(entry.shape[0]) if entry.shape else (0, 1, 1)
+        content = torch.empty((end - first) * row_bytes, dtype=torch.uint8, device="cpu")
+        self._fill(content.numpy().data, entry.begin + first * row_bytes, name)
+        return content.view(dtype).view(end - first, *entry.shape[1:]) if entry.shape else content.view(dtype)[0]
+
+    def _fill(self, target: memoryview, position: int, name: str) -> None:
+        while target:
+            try:
+                count = os.preadv(self._stream.fileno(), [target], position)
+            except OSError as error:
+                raise ModelError(f"{self.path}: {shown(name)} cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise ModelError(f"{self.path}: the file ends within {shown(name)}: it was changed while it was read")
+            target, position = target[count:], position + count
 
 
 def _read_index(path: Path) -> dict[str, str]:

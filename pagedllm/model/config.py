@@ -14,7 +14,7 @@ from pagedllm.ops.linear import Activation
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormKind = Literal["rms", "layer"]
-QKNormKind = Literal["none", "head", "projection"]
+QKNormKind = Literal["none", "head", "projection", "layer_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class AttentionKind:
     window: int = 0  # 0: every earlier key; else the last `window`, the token itself included
     rope: RopeConfig | None = None  # None: no rotation
     softcap: float = 0.0
+    scale_divisor: float = 1.0  # GPT-2, if asked for: of the model's attention_scale
     has_sinks: bool = False
     kv_group: int = 0  # whose block table its layer reads; layer_groups.py
 
@@ -87,7 +88,9 @@ class ModelConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False  # attention's output projection
     has_mlp_bias: bool = False
-    qk_norm: QKNormKind = "none"  # RMSNorm before rotation: of each head of q and k, or of all heads together
+    # Before rotation: RMSNorm of each head of q and k, or of all heads together; LayerNorm of each head
+    qk_norm: QKNormKind = "none"
+    qkv_clip: float = 0.0  # OLMoE: q, k and v are held within +- this; 0: not
     has_gated_mlp: bool = True  # act(gate) * up, else act(up)
     moe: MoeConfig | None = None
     norm_kind: NormKind = "rms"  # of the residual stream

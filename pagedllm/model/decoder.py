@@ -165,7 +165,7 @@ class Decoder:
     def runs_only_kernels(self) -> bool:
         """Whether `forward` calls our kernels and nothing that torch computes, so that it can be recorded."""
         adds_alone = self.config.has_post_norms and not self.config.has_pre_norms  # `_add` without a norm
-        return self.positions is None and self.config.moe is None and not adds_alone
+        return self.positions is None and not self.config.qkv_clip and not adds_alone
 
     def close(self) -> None:
         """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""

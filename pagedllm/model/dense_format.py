@@ -7,13 +7,15 @@ exactness rule (a) holds only where that one keeps it.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from pagedllm.errors import NotSupportedError
 from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import Epilogue, LinearShape
-from pagedllm.ops.linear import gated_activation, gather_rows
+from pagedllm.ops.linear import Activation, gated_activation, gather_rows
 
 VECTOR_BYTES = 16  # rows of operands are whole vectors
 
@@ -27,25 +29,25 @@ class DenseFormat:
     def tensor_names(self, name: str) -> tuple[str, ...]:
         return (name,)
 
-    def num_bytes(self, shape: LinearShape) -> int:
-        num_rows = sum(shape.part_sizes)
+    def num_bytes(self, shape: LinearShape, count: int = 1) -> int:
+        num_rows = count * sum(shape.part_sizes)
         bias = aligned(num_rows * self.dtype.itemsize) if shape.has_bias else 0
         return aligned(num_rows * shape.in_features * self.dtype.itemsize) + bias
 
-    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
+    def allocate(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         multiple = VECTOR_BYTES // self.dtype.itemsize
         if shape.in_features % multiple or (shape.is_gated and shape.out_features % multiple):
             raise NotSupportedError(
                 f"a product of {shape.in_features} by {shape.out_features} is not supported by the CUDA kernels: "
                 f"hidden_size and intermediate_size must be multiples of {multiple}"
             )
-        return memory.take((sum(shape.part_sizes), shape.in_features), self.dtype)
+        return memory.take((*lead, sum(shape.part_sizes), shape.in_features), self.dtype)
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
-        weight.split(shape.part_sizes)[part].copy_(rows)
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
+        weight.split(shape.part_sizes)[part][first_row : first_row + len(rows)].copy_(rows)
 
-    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
-        return memory.take((sum(shape.part_sizes),), self.dtype)
+    def allocate_bias(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
+        return memory.take((*lead, sum(shape.part_sizes)), self.dtype)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
         bias.split(shape.part_sizes)[part].copy_(values)
@@ -67,6 +69,22 @@ class DenseFormat:
             torch.addmm(bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)
+
+    def apply_grouped(
+        self,
+        namespace: str,
+        out: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        biases: Tensor | None,
+        bounds: Tensor,
+        activation: Activation,
+    ) -> None:
+        limits = bounds.tolist()
+        for index, (begin, end) in enumerate(itertools.pairwise(limits)):
+            if begin < end:
+                bias = None if biases is None else biases[index]
+                self.apply(namespace, out[begin:end], x[begin:end], weights[index], bias, Epilogue(activation))
 
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
         gather_rows(namespace, out, weight, token_ids)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from pagedllm.model.checkpoint import Checkpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.linear import WeightSlot
@@ -53,8 +54,10 @@ class Family:
     names_for: Callable[[ModelConfig], Mapping[str, str]] | None = None  # names that settings change
     optional_prefix: str = ""  # of names, missing from files that were saved without the head
     is_fused_by_kv_head: bool = False
-    # gpt-oss: tensors that hold all experts of a layer, by their names
-    stacked_slots: Callable[[Mapping[str, WeightSlot], ModelConfig], dict[str, WeightSlot]] | None = None
+    # Tensors that hold several slots or a part of one, by their names; takes those slots out of the dict
+    own_slots: Callable[[dict[str, WeightSlot], ModelConfig], dict[str, WeightSlot]] | None = None
+    # gpt-oss: the checkpoint with quantized tensors as numbers
+    unpacked: Callable[[Checkpoint], Checkpoint] | None = None
     has_transposed_weights: bool = False  # GPT-2: of the layers' products, [in_features, out_features]
 
     def of_checkpoint(self, config: ModelConfig, tensor_names: Collection[str]) -> Family:
@@ -75,10 +78,8 @@ class Family:
 
     def tensor_slots(self, slots: Mapping[str, WeightSlot], config: ModelConfig) -> dict[str, WeightSlot]:
         """What each stored tensor fills, by its name."""
-        stacked = {}
-        if self.stacked_slots:
-            stacked = self.stacked_slots(slots, config)
-            slots = {name: slot for name, slot in slots.items() if ".experts." not in name}
+        slots = dict(slots)
+        own = self.own_slots(slots, config) if self.own_slots else {}
         parts: dict[str, list[WeightSlot]] = {}
         is_transposed: dict[str, bool] = {}
         for slot_name, slot in slots.items():
@@ -89,7 +90,7 @@ class Family:
             )
         num_groups = config.num_kv_heads if self.is_fused_by_kv_head else 1
         joined = {name: joined_slot(slots, num_groups, is_transposed[name]) for name, slots in parts.items()}
-        return joined | stacked
+        return joined | own
 
     def is_ignorable(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignorable)

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint in HF's form: config.json's keys, HF's tensor names, weights as HF stores them.
 
-Differences between the two forms end here: rows of q and k of `llama` are put back in HF's order, Gemma's norm weights
-lose the 1 that the converter added, quantized tensors become float32. Normally a file is converted once and read as a
+Differences between the two forms end here: what llama.cpp's converter rearranged is put back
+(gguf_architectures.py says what), quantized tensors become float32. Normally a file is converted once and read as a
 folder (`open_gguf`, gguf_cache.py). Needs the extra `gguf`, whose dequantization is used. Called by loader.py.
 """
 
@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import Check, Checkpoint, SafetensorsCheckpoint, Stored
-from pagedllm.model.gguf_config import ROPE_FREQS, hf_config, hf_generation_config, hf_tensor_names
+from pagedllm.model.checkpoint import ALL_ROWS, Check, Checkpoint, SafetensorsCheckpoint, Stored
+from pagedllm.model.gguf_config import find_architecture, hf_config, hf_generation_config
 from pagedllm.model.gguf_header import GGUFHeader, TensorInfo
+from pagedllm.model.gguf_tensors import Source, find_sources, row_order
 from pagedllm.model.gguf_tokenizer import GGUFVocabulary, tokenizer_files
 
 # Dequantized at once. It stays in the cache until it is rounded, and torch does not start threads for so little: on a
@@ -35,9 +37,8 @@ class GGUFCheckpoint:
         _need_gguf()
         self.path = Path(file)
         self.header = header or GGUFHeader(self.path)
-        self.config: Mapping[str, Any] = hf_config(self.header, self._rope_freqs)
-        self.architecture = str(self.header.metadata["general.architecture"])
-        self._names = hf_tensor_names(self.header, self.architecture)
+        self.config: Mapping[str, Any] = hf_config(self.header, self._rope_factors)
+        self._sources = find_sources(self.header, find_architecture(self.header))
         self._vocabulary = GGUFVocabulary(self.header)
         self.generation_config: Mapping[str, Any] = hf_generation_config(self.header, self._vocabulary.eos_token_ids)
 
@@ -46,38 +47,55 @@ class GGUFCheckpoint:
         return tokenizer_files(self._vocabulary)
 
     def names(self) -> list[str]:
-        return list(self._names)
+        return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._info(name).shape
+        return self._source(name).shape(self.header)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A new tensor of `shape(name)`; another dtype than float32 is rounded from it."""
-        info = self._info(name)
-        raw = self.header.raw(info)
-        if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            kind = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-            raw = unpermute(raw.reshape(info.shape[0], -1), self.config[kind], name, self.path).reshape(raw.shape)
-        tensor = torch.empty(info.shape, dtype=dtype)
-        rows = tensor.view(len(raw), -1)
-        step = max(1, SLAB_VALUES // rows.shape[1])
-        for start in range(0, len(rows), step):
-            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
-            if self.architecture == "gemma3" and name.endswith("norm.weight"):
-                values -= 1
-            rows[start : start + step] = values
+    def read(self, name: str, rows: slice = ALL_ROWS, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A new tensor; another dtype than float32 is rounded from it."""
+        source = self._source(name)
+        if not source.is_transposed and len(source.files) == 1:
+            return self._read_part(source, source.files[0], rows, dtype)
+        parts = [self._read_part(source, file, ALL_ROWS, dtype) for file in source.files]
+        if source.is_transposed:
+            parts = [part.transpose(-1, -2) for part in parts]
+        return torch.stack(parts, -1).flatten(-2)[rows]
+
+    def _read_part(self, source: Source, file: str, rows: slice, dtype: torch.dtype) -> Tensor:
+        """One tensor of the file, its rows (of a vector, its values) in the checkpoint's order."""
+        info = self.header.tensors[file]
+        raw, shape = self.header.raw(info), info.shape
+        if source.index is not None:
+            raw, shape = raw.reshape(shape[0], -1, raw.shape[-1])[source.index], shape[1:]
+        order: slice | NDArray[np.intp] = ALL_ROWS
+        if source.order:
+            order = row_order(source.order, file, shape[0], self.config, self.header)
+        if len(shape) == 1:
+            values = self._dequantize(info, raw.reshape(1, -1)).reshape(-1)[order][rows]
+            return torch.from_numpy(values - np.float32(source.offset)).to(dtype)
+        raw = raw.reshape(shape[0], -1, raw.shape[-1])[order][rows]
+        tensor = torch.empty(len(raw), *shape[1:], dtype=dtype, device="cpu")
+        self._fill(tensor.view(-1, shape[-1]), raw.reshape(-1, raw.shape[-1]), info, source.offset)
+        self.header.release(info)
         return tensor
 
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self._names:
-            raise ModelError(f"{self.path}: there is no tensor {name}")
-        return self.header.tensors[self._names[name]]
+    def _fill(self, matrix: Tensor, raw: NDArray[np.uint8], info: TensorInfo, offset: float) -> None:
+        step = max(1, SLAB_VALUES // matrix.shape[1])
+        for start in range(0, len(raw), step):
+            values = torch.from_numpy(self._dequantize(info, raw[start : start + step]))
+            matrix[start : start + step] = values - offset if offset else values
 
-    def _rope_freqs(self) -> NDArray[np.float32]:
-        info = self.header.tensors[ROPE_FREQS]
+    def _source(self, name: str) -> Source:
+        if name not in self._sources:
+            raise ModelError(f"{self.path}: there is no tensor {name}")
+        return self._sources[name]
+
+    def _rope_factors(self, name: str) -> NDArray[np.float32]:
+        info = self.header.tensors[name]
         return self._dequantize(info, self.header.raw(info)).reshape(-1)
 
     def _dequantize(self, info: TensorInfo, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -88,19 +106,6 @@ class GGUFCheckpoint:
         with np.errstate(all="ignore"):  # odd scales of a damaged file; non-finite logits are found later
             values = dequantize(raw, GGMLQuantizationType(info.type_id))
         return values.copy() if info.type_name == "F32" else values
-
-
-def unpermute(rows: NDArray[np.uint8], num_heads: int, name: str, path: Path) -> NDArray[np.uint8]:
-    """[num_heads * head_dim, bytes]: in each head, rows 0, 2, 4, ... 1, 3, 5, ... as `rotate_half` wants them.
-
-    llama.cpp's converter interleaves the two halves, because its rope rotates neighbours. Each row is quantized by
-    itself, so rows are moved as they are stored.
-    """
-    if len(rows) % (2 * num_heads):
-        raise ModelError(f"{path}: {name} has {len(rows)} rows, no multiple of 2 x {num_heads} heads")
-    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
-    ordered: NDArray[np.uint8] = pairs.swapaxes(1, 2).reshape(rows.shape)
-    return ordered
 
 
 def open_gguf(

@@ -27,7 +27,7 @@ from pagedllm.model.cache_folder import cache_folder
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import GGUFHeader
 
-CONVERTER_VERSION = 1  # raise it when the conversion gives anything else
+CONVERTER_VERSION = 2  # raise it when the conversion gives anything else
 DTYPES = {
     "bfloat16": (torch.bfloat16, "BF16", 2),
     "float16": (torch.float16, "F16", 2),
@@ -126,7 +126,7 @@ def _write_safetensors(checkpoint: GGUFCheckpoint, file: IO[bytes], dtype: str) 
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
     for name in checkpoint.names():
-        tensor = checkpoint.read(name, torch_dtype)
+        tensor = checkpoint.read(name, dtype=torch_dtype)
         file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 

@@ -37,16 +37,17 @@ SCALARS: dict[int, str] = {
     10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 
-# name, values in a block, bytes of a block: the types that can be read
+# name, values in a block, bytes of a block: all that the package gguf dequantizes
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
 REFUSED_TYPES: dict[int, str] = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
 
 
@@ -110,6 +111,12 @@ class GGUFHeader:
         """The tensor's bytes as stored: a view of the mapped file, [rows, bytes of a row]."""
         flat = np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
         return flat.reshape(-1, info.num_bytes * info.shape[-1] // int(np.prod(info.shape, dtype=np.int64)))
+
+    def release(self, info: TensorInfo) -> None:
+        """Gives the tensor's pages back, which count as this process's while they are mapped."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
 
 
 class _Reader:

@@ -41,14 +41,43 @@ class PreTokenizer:
     is_normalized: bool = False  # NFC first
 
 
-_LLAMA3 = PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), takes_whole_words=True, adds_bos=True)
+_LETTER = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST_WITH_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+
+
+def _by_case(suffix: str, numbers: str) -> str:
+    """Words end where a capital follows: Tekken's, and OpenAI's o200k, whose contractions stay at the word."""
+    words = rf"{_LETTER}{_UPPER}*{_LOWER}+{suffix}|{_LETTER}{_UPPER}+{_LOWER}*{suffix}"
+    return rf"{words}|{numbers}|{_REST_WITH_SLASH}"
+
+
+_LLAMA3_PATTERN = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_LLAMA3 = PreTokenizer((_LLAMA3_PATTERN,), takes_whole_words=True, adds_bos=True)
+_QWEN2_PATTERN = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_QWEN2 = PreTokenizer((_QWEN2_PATTERN,), is_normalized=True)
+_GPT2_ALONE = PreTokenizer((_GPT2,))
+_DIGITS_FIRST = PreTokenizer((r"\p{N}", _GPT2))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "gpt-2": _GPT2_ALONE,
+    "olmo": _GPT2_ALONE,
+    "mpt": _GPT2_ALONE,
+    "phi-2": _GPT2_ALONE,
+    "smollm": _DIGITS_FIRST,
+    "refact": _DIGITS_FIRST,  # Granite 3
+    "starcoder": _DIGITS_FIRST,
+    "command-r": _DIGITS_FIRST,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "qwen2": PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), is_normalized=True),
+    "dbrx": PreTokenizer((_LLAMA3_PATTERN,)),  # OLMo 2, Phi 4
+    "smaug-bpe": PreTokenizer((_LLAMA3_PATTERN,)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": PreTokenizer((_QWEN2_PATTERN,)),
+    "tekken": PreTokenizer((_by_case("", r"\p{N}"),), takes_whole_words=True, adds_bos=True),
+    "gpt-4o": PreTokenizer((_by_case(rf"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),  # gpt-oss, Phi-4-mini
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 

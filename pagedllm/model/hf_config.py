@@ -17,11 +17,13 @@ from pagedllm.ops.linear import Activation
 # They describe training, files, or defaults of generation: no influence on a forward pass.
 HARMLESS = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_model_name_or_path",
-    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map",
+    "_name_or_path", "architectures", "attention_dropout", "attention_probs_dropout_prob",
+    "attn_implementation", "attn_pdrop", "auto_map",
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation", "classifier_dropout",
     "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping", "embd_pdrop",
     "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "length_penalty",
+    "hidden_dropout", "hidden_dropout_prob", "id2label", "initializer_range", "is_llama_config", "label2id",
+    "length_penalty",
     "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups",
     "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
     "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
@@ -42,12 +44,14 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "rope_interleaved": (False, None),
+    "use_mrope": (False,),  # of Qwen's models that see
     "tie_encoder_decoder": (False,),
 }
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
+    "gelu_fast": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
@@ -83,6 +87,10 @@ class ConfigReader:
     def is_given(self, key: str) -> bool:
         """Whether a setting stands there, null or not: some families' defaults differ from null."""
         return key in self._settings
+
+    def peek(self, key: str) -> Any:
+        """The setting, not taken; None where it is absent."""
+        return self._settings.get(key)
 
     def take(self, key: str, default: T | Required = REQUIRED) -> T | Any:
         """The setting, or the default where it is absent or null."""
@@ -157,8 +165,8 @@ class ConfigReader:
             raise self.error(key, f"must be an object, got {_brief(value)}")
         return ConfigReader(value, self.path, f"{self._place}{key}.")
 
-    def activation(self, key: str) -> Activation:
-        name = self.text(key)
+    def activation(self, key: str, default: str | Required = REQUIRED) -> Activation:
+        name = self.text(key, default)
         if name not in ACTIVATIONS:
             raise self.error(key, f"must be one of {sorted(ACTIVATIONS)}, got {name!r}")
         return ACTIVATIONS[name]

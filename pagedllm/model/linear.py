@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_linear, packed_shape
+from pagedllm.ops.moe import grouped_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class WeightSlot:
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]  # takes a tensor of that shape and any floating type, and copies it
+    load_rows: Callable[[int, Tensor], None] | None = None  # some rows, the first one's number before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,11 @@ class LinearShape:
             return -(-self.part_sizes[0] // GATED_HALF) * PANEL
         return -(-sum(self.part_sizes) // PANEL) * PANEL
 
-    def blocks(self, part: int) -> Iterator[Block]:
-        """Where the rows of a part lie: 32 columns of every panel where gated, else one run of columns."""
-        row, num_rows = 0, self.part_sizes[part]
+    def blocks(self, part: int, first_row: int, num_rows: int) -> Iterator[Block]:
+        """Where `num_rows` rows of a part lie: 32 columns of every panel where gated, else one run of columns."""
+        row = 0
         width = GATED_HALF if self.is_gated else PANEL
-        column = 0 if self.is_gated else sum(self.part_sizes[:part])
+        column = first_row if self.is_gated else sum(self.part_sizes[:part]) + first_row
         left = part * GATED_HALF if self.is_gated else 0  # of the part's columns within a panel
         while row < num_rows:
             panel, offset = divmod(column + row, width)
@@ -98,19 +100,19 @@ class WeightFormat(Protocol):
         """The checkpoint's tensors behind the weight `name`: one here; values and scales in a quantized format."""
         ...
 
-    def num_bytes(self, shape: LinearShape) -> int:
-        """What `allocate` takes, and `allocate_bias` where there is one."""
+    def num_bytes(self, shape: LinearShape, count: int = 1) -> int:
+        """What `allocate` and `allocate_bias` take for `count` weights and, where there are any, biases."""
         ...
 
-    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
-        """Storage for a Linear, zeroed: padding must be zero."""
+    def allocate(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
+        """Storage for a Linear, zeroed: padding must be zero. `lead`: dimensions before those of one weight."""
         ...
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
-        """Stores rows [part_sizes[part], in_features] of a part."""
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
+        """Stores rows [num_rows, in_features] of a part, first_row and those after it."""
         ...
 
-    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
+    def allocate_bias(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
         """Storage for a bias, zeroed, in the order of the weight's columns."""
         ...
 
@@ -122,6 +124,19 @@ class WeightFormat(Protocol):
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
         """out [M, out_features] = epilogue(x [M, in_features] @ weight.T + bias)."""
+        ...
+
+    def apply_grouped(
+        self,
+        namespace: str,
+        out: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        biases: Tensor | None,
+        bounds: Tensor,
+        activation: Activation,
+    ) -> None:
+        """The same of runs of rows, run i with weight i: rows bounds[i] .. bounds[i + 1] - 1."""
         ...
 
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
@@ -138,15 +153,15 @@ class PackedFormat:
     def tensor_names(self, name: str) -> tuple[str, ...]:
         return (name,)
 
-    def num_bytes(self, shape: LinearShape) -> int:
-        elements = math.prod(packed_shape(shape.padded_columns, shape.in_features, self.dtype))
-        bias_elements = shape.padded_columns if shape.has_bias else 0
+    def num_bytes(self, shape: LinearShape, count: int = 1) -> int:
+        elements = count * math.prod(packed_shape(shape.padded_columns, shape.in_features, self.dtype))
+        bias_elements = count * shape.padded_columns if shape.has_bias else 0
         return aligned(elements * self.dtype.itemsize) + aligned(bias_elements * torch.float32.itemsize)
 
-    def allocate(self, shape: LinearShape, memory: Memory) -> Tensor:
-        return memory.take(packed_shape(shape.padded_columns, shape.in_features, self.dtype), self.dtype)
+    def allocate(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
+        return memory.take((*lead, *packed_shape(shape.padded_columns, shape.in_features, self.dtype)), self.dtype)
 
-    def load_part(self, weight: Tensor, shape: LinearShape, part: int, rows: Tensor) -> None:
+    def load_part(self, weight: Tensor, shape: LinearShape, part: int, first_row: int, rows: Tensor) -> None:
         rows = rows.to(self.dtype)
         if self.dtype == torch.float32:
             by_column = weight.transpose(1, 2)  # [panels, 64, K], a view
@@ -157,21 +172,33 @@ class PackedFormat:
             rows = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
             rows = rows.view(torch.int32)
             by_column = weight.view(torch.int32)[..., 0].transpose(1, 2)  # [panels, 64, K/2], a view
-        for block in shape.blocks(part):
+        for block in shape.blocks(part, first_row, len(rows)):
             by_column[block.panels, block.columns] = rows[block.rows].unflatten(0, block.shape)
 
-    def allocate_bias(self, shape: LinearShape, memory: Memory) -> Tensor:
-        return memory.take((shape.padded_columns,), torch.float32)
+    def allocate_bias(self, shape: LinearShape, memory: Memory, *lead: int) -> Tensor:
+        return memory.take((*lead, shape.padded_columns), torch.float32)
 
     def load_bias_part(self, bias: Tensor, shape: LinearShape, part: int, values: Tensor) -> None:
         by_panel = bias.view(-1, PANEL)
-        for block in shape.blocks(part):
+        for block in shape.blocks(part, 0, len(values)):
             by_panel[block.panels, block.columns] = values[block.rows].float().unflatten(0, block.shape)
 
     def apply(
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
         packed_linear(namespace, out, x, weight, bias, epilogue.residual, epilogue.activation)
+
+    def apply_grouped(
+        self,
+        namespace: str,
+        out: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        biases: Tensor | None,
+        bounds: Tensor,
+        activation: Activation,
+    ) -> None:
+        grouped_linear(namespace, out, x, weights, biases, bounds, activation)
 
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
         embedding(namespace, out, token_ids, weight, scale)
@@ -186,6 +213,13 @@ class Linear:
         self.weight = weight_format.allocate(shape, memory)
         self.bias = weight_format.allocate_bias(shape, memory) if shape.has_bias else None
 
+    @classmethod
+    def over(cls, shape: LinearShape, weight_format: WeightFormat, weight: Tensor, bias: Tensor | None) -> Linear:
+        """One whose storage is another's."""
+        linear = cls.__new__(cls)
+        linear.shape, linear.format, linear.weight, linear.bias = shape, weight_format, weight, bias
+        return linear
+
     @staticmethod
     def num_bytes(shape: LinearShape, weight_format: WeightFormat) -> int:
         """What the constructor takes of `memory`."""
@@ -196,7 +230,9 @@ class Linear:
         slots = {}
         for part, (name, size) in enumerate(zip(part_names, self.shape.part_sizes, strict=True)):
             weight_shape = (size, self.shape.in_features)
-            slots[f"{name}.weight"] = WeightSlot(weight_shape, functools.partial(self.load_weight, part))
+            slots[f"{name}.weight"] = WeightSlot(
+                weight_shape, functools.partial(self.load_weight, part), functools.partial(self.load_rows, part)
+            )
             if self.shape.has_bias:
                 slots[f"{name}.bias"] = WeightSlot((size,), functools.partial(self.load_bias, part))
         return slots
@@ -206,7 +242,12 @@ class Linear:
         expected = (self.shape.part_sizes[part], self.shape.in_features)
         if tuple(rows.shape) != expected:
             raise ValueError(f"expected a weight of shape {expected}, got {tuple(rows.shape)}")
-        self.format.load_part(self.weight, self.shape, part, rows)
+        self.load_rows(part, 0, rows)
+
+    def load_rows(self, part: int, first_row: int, rows: Tensor) -> None:
+        """rows: some of a part, [num_rows, in_features], any floating type."""
+        assert first_row + len(rows) <= self.shape.part_sizes[part]
+        self.format.load_part(self.weight, self.shape, part, first_row, rows)
 
     def load_bias(self, part: int, values: Tensor) -> None:
         """values: [part_sizes[part]], any floating type. Raises ValueError on another shape."""
@@ -230,3 +271,20 @@ class Linear:
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, scale: float) -> None:
         """out [M, in_features] = rows token_ids [M] int32 of the weight, times scale: an embedding is a Linear."""
         self.format.embed(namespace, out, token_ids, self.weight, scale)
+
+
+class GroupedLinear:
+    """`count` Linears of one shape, stored one after the other: each run of rows has its own."""
+
+    def __init__(self, shape: LinearShape, count: int, weight_format: WeightFormat, memory: Memory) -> None:
+        self.format = weight_format
+        self.weights = weight_format.allocate(shape, memory, count)
+        self.biases = weight_format.allocate_bias(shape, memory, count) if shape.has_bias else None
+        biases = [None] * count if self.biases is None else list(self.biases)
+        self.parts = [
+            Linear.over(shape, weight_format, weight, bias) for weight, bias in zip(self.weights, biases, strict=True)
+        ]
+
+    def apply(self, namespace: str, out: Tensor, x: Tensor, bounds: Tensor, activation: Activation) -> None:
+        """Rows bounds[i] .. bounds[i + 1] - 1 of out = act(x @ weight_i.T + bias_i); bounds: [count + 1] int32."""
+        self.format.apply_grouped(namespace, out, x, self.weights, self.biases, bounds, activation)

@@ -1,18 +1,20 @@
 """From a checkpoint to a Decoder, with every tensor accounted for.
 
-Names, shapes and types are checked from the headers before any tensor is read; then they are read one at a time,
-packed and dropped.
+Names, shapes and types are checked from the headers before any tensor is read; then they are read, packed and dropped,
+a large one by slabs of rows: what is held beside the packed weights stays small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from pagedllm.errors import ModelError
-from pagedllm.model.checkpoint import Check, Checkpoint, SafetensorsCheckpoint
+from pagedllm.model.checkpoint import ALL_ROWS, Check, Checkpoint, SafetensorsCheckpoint
 from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
@@ -22,8 +24,10 @@ from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
+from pagedllm.ops.linear import PANEL
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf")
+SLAB_BYTES = 2 << 20  # of a file; they stay in the cache until they are packed
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -89,34 +93,67 @@ def load_model(
     weight_format: WeightFormat | None = None,
     max_model_len: int | None = None,
     allocate: Callable[[int], Memory] = HostMemory,
+    num_threads: int = 1,
 ) -> Decoder:
     """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
 
     max_model_len: layers are put into KV groups for texts up to it, or to the model's own length; None: into one group.
+    num_threads: so many threads read and pack. The caller has set torch's own threads to one then: on a busy machine
+    its teams wait for each other at every slab, which made 0.2 s of work take 9.
     """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
-    check_head_dim(config, backend, checkpoint)
+    check_head_dim(checkpoint, config, backend)
     if max_model_len is not None:
         config = group_layers(config, min(max_model_len, config.max_position))
     decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
+    checkpoint = family.unpacked(checkpoint) if family.unpacked else checkpoint
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)
     _check_tensors(checkpoint, config, family, slots)
     _check_tied_head(checkpoint, config, family)
-    for name in checkpoint.names():  # in the order of the files
-        if name in slots:
-            slots[name].load(checkpoint.read(name))
+    jobs = [
+        (slots[name], name, rows)
+        for name in checkpoint.names()  # in the order of the files
+        if name in slots
+        for rows in (_slabs(checkpoint, name) if slots[name].load_rows else (ALL_ROWS,))
+    ]
+    if num_threads == 1:
+        for job in jobs:
+            _fill(checkpoint, *job)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            try:
+                for future in [pool.submit(_fill, checkpoint, *job) for job in jobs]:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
     return decoder
 
 
-def check_head_dim(config: ModelConfig, backend: AttentionBackend, checkpoint: Checkpoint) -> None:
-    """Raises ModelError where the kernels do not have it."""
+def check_head_dim(checkpoint: Checkpoint, config: ModelConfig, backend: AttentionBackend) -> None:
     if config.head_dim not in backend.supported_head_dims:
         raise ModelError(
             f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
+
+
+@torch.inference_mode()  # of each thread by itself
+def _fill(checkpoint: Checkpoint, slot: WeightSlot, name: str, rows: slice) -> None:
+    if slot.load_rows is None:
+        slot.load(checkpoint.read(name))
+    else:
+        slot.load_rows(rows.start, checkpoint.read(name, rows))
+
+
+def _slabs(checkpoint: Checkpoint, name: str) -> Iterator[slice]:
+    """The rows of a tensor in ranges of whole panels."""
+    num_rows, *sizes = checkpoint.shape(name)
+    row_bytes = math.prod(sizes) * checkpoint.dtype(name).itemsize
+    step = max(1, SLAB_BYTES // (row_bytes * PANEL)) * PANEL
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
 
 
 def _check_tensors(
@@ -155,7 +192,10 @@ def _check_tied_head(checkpoint: Checkpoint, config: ModelConfig, family: Family
     head, embedding = family.tensor_name("head.weight"), family.tensor_name("embedding.weight")
     if not config.is_tied or head not in checkpoint.names():
         return
-    if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+    if any(
+        not torch.equal(checkpoint.read(head, rows), checkpoint.read(embedding, rows))
+        for rows in _slabs(checkpoint, head)
+    ):
         raise ModelError(
             f"{checkpoint.path}: {head} differs from {embedding}, but tie_word_embeddings is true: set it to false in "
             "config.json or remove the tensor"

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 class Operator(Generic[P]):
     """An operator: `operator(namespace, *args)` runs it, `operator.reference(*args)` runs its twin."""
 
-    def __init__(self, schema: str, reference: Callable[P, None]) -> None:
+    def __init__(self, schema: str, reference: Callable[P, None], is_torch_on_gpu: bool) -> None:
         self.name = schema[: schema.index("(")]
         self.schema = schema
         self.reference = reference
@@ -35,6 +35,9 @@ class Operator(Generic[P]):
             library.define(schema)
             torch.library.register_fake(f"{namespace}::{self.name}", lambda *args, **kwargs: None, lib=library)
         _LIBRARIES["pagedllm_reference"].impl(self.name, reference, "CompositeExplicitAutograd")
+        if is_torch_on_gpu:
+            _LIBRARIES["pagedllm"].impl(self.name, reference, "CUDA")
+            _LIBRARIES["pagedllm_simt"].impl(self.name, reference, "CPU")
         self._overloads: dict[str, Any] = {
             namespace: getattr(getattr(torch.ops, namespace), self.name).default for namespace in NAMESPACES
         }
@@ -43,10 +46,13 @@ class Operator(Generic[P]):
         self._overloads[namespace](*args, **kwargs)
 
 
-def operator(schema: str) -> Callable[[Callable[P, None]], Operator[P]]:
-    """Decorator: `schema` is `name(arguments) -> ()` in torch's schema language; the function below it is the twin."""
+def operator(schema: str, *, is_torch_on_gpu: bool = False) -> Callable[[Callable[P, None]], Operator[P]]:
+    """Decorator: `schema` is `name(arguments) -> ()` in torch's schema language; the function below it is the twin.
+
+    is_torch_on_gpu: there is no CUDA kernel, and torch computes the twin there (and in the emulation).
+    """
 
     def define(reference: Callable[P, None]) -> Operator[P]:
-        return Operator(schema, reference)
+        return Operator(schema, reference, is_torch_on_gpu)
 
     return define

@@ -1,4 +1,7 @@
-"""RMSNorm, alone and fused with the addition to the residual stream, and LayerNorm. Sums stay within the row."""
+"""RMSNorm, alone and fused with the addition to the residual stream, and LayerNorm.
+
+Sums stay within the row, or within a head of it.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,16 @@ def layer_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     centered = x.float() - x.float().mean(-1, keepdim=True)
     normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
     out.copy_(normed if bias is None else normed + bias)
+
+
+@operator("layer_norm_heads(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()", is_torch_on_gpu=True)
+def layer_norm_heads(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """`layer_norm` of each head by itself, with a weight of its own and no bias.
+
+    out, x: [num_rows, num_heads * head_dim], types and strides as in rms_norm; weight: [num_heads, head_dim] float32;
+    `out` may be `x`.
+    """
+    heads = x.float().unflatten(1, weight.shape)
+    centered = heads - heads.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
+    out.copy_(normed.flatten(1))

@@ -118,7 +118,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
     }
     with torch_threads(num_threads), contextlib.ExitStack() as on_failure:
         with torch.inference_mode():
-            decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format, device)
+            decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format, device, num_threads)
             on_failure.callback(decoder.close)
             clock.lap("weights")
             if isinstance(device, Gpu):
@@ -215,11 +215,22 @@ def _load(
     kernels: KernelSet,
     weight_format: WeightFormat,
     device: ComputeDevice,
+    num_threads: int,
 ) -> CausalModel:
     """Our decoder, or transformers' model."""
     max_model_len = config.max_model_len or UNBOUNDED
     if not is_run_by_transformers(config.model_impl, checkpoint.config):
-        return load_model(checkpoint, dtype, backend, kernels.namespace, weight_format, max_model_len, device.allocate)
+        with torch_threads(1):
+            return load_model(
+                checkpoint,
+                dtype,
+                backend,
+                kernels.namespace,
+                weight_format,
+                max_model_len,
+                device.allocate,
+                num_threads,
+            )
     from pagedllm.model.transformers_model import load_transformers_model  # 1.5 s
     from pagedllm.runtime.eager_check import check_against_eager
 

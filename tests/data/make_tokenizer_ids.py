@@ -87,9 +87,14 @@ def main() -> None:
         for name, vocabulary in made_up_vocabularies(merges, pieces).items():
             file = write_model(Path(folder) / "vocabulary.gguf", vocabulary=vocabulary)
             ids[name] = llama_cpp_ids(program, file, strings)
+    seen: dict[str, str] = {}
+    shared = {name: seen.setdefault(json.dumps(lists), name) for name, lists in ids.items()}
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in (("merges", merges), ("pieces", pieces))]
     lines.append(f'"strings": {json.dumps(strings)}')
-    sets = ",\n".join(f"{json.dumps(name)}: {json.dumps(lists, separators=(',', ':'))}" for name, lists in ids.items())
+    sets = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(lists if shared[name] == name else shared[name], separators=(',', ':'))}"
+        for name, lists in ids.items()
+    )
     FILE.write_text("{" + ",\n".join([*lines, f'"ids": {{\n{sets}\n}}']) + "}\n", encoding="utf-8")
 
 

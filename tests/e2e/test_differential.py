@@ -29,7 +29,7 @@ from tests.tiny import ROPES, save_tiny_model
 
 PAIRWISE = [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16"), ("mistral", "float32")]
 WINDOWED = ("gemma3", "mistral")
-KINDS = ("llama", "qwen3", *WINDOWED, *ROPES)
+KINDS = ("llama", "qwen3", "qwen3_moe", *WINDOWED, *ROPES)
 OTHERS = [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16") if (kind, dtype) not in PAIRWISE]
 
 AXES: dict[str, tuple[Any, ...]] = {

@@ -244,7 +244,7 @@ def test_a7_min_tokens_above_max_tokens_is_refused() -> None:
 def test_a7_min_tokens_beside_an_allow_list_of_ending_ids_only_is_that_requests_error(many_eos: LLM) -> None:
     wrong = SamplingParams(allowed_token_ids=[EOS, 7], min_tokens=2)
     outputs = many_eos.generate([PROMPT, PROMPT], [wrong, GREEDY], on_error="return")
-    text = "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+    text = "allowed_token_ids, choices, bad_words and min_tokens together leave no token to choose"
     assert [error and (error.code, error.message, error.index) for error in errors(outputs)] == [
         ("invalid_parameter", text, 0),
         None,

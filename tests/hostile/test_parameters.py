@@ -176,7 +176,10 @@ def test_masks_that_leave_no_token_are_that_requests_error(llm: LLM) -> None:
     only = encode(llm, "q")
     params = SamplingParams(allowed_token_ids=only, bad_words=["q"], max_tokens=3)
     outputs = llm.generate([PROMPT] * 3, [GREEDY, params, GREEDY], on_error="return")
-    assert str(outputs[1].error) == "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+    assert (
+        str(outputs[1].error)
+        == "allowed_token_ids, choices, bad_words and min_tokens together leave no token to choose"
+    )
     assert [outputs[0].text, outputs[2].text] == llm.generate([PROMPT] * 2, GREEDY).texts
     assert_nothing_left(llm)
 

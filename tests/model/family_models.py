@@ -126,21 +126,27 @@ CASES: dict[str, Case] = {
     "granite, biases": Case("GraniteForCausalLM", RMS, {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "cohere": Case("CohereForCausalLM", LAYER, {"logit_scale": 0.25}),
     "cohere, bias": Case("CohereForCausalLM", LAYER, {"attention_bias": True, "tie_word_embeddings": False}),
+    "cohere, qk norm": Case("CohereForCausalLM", LAYER, {"use_qk_norm": True, "logit_scale": 0.25}),
     "cohere2": Case("Cohere2ForCausalLM", LAYER, {**WINDOW_8, "logit_scale": 0.25}),
     "stablelm": Case("StableLmForCausalLM", LAYER, _partial(0.25)),
     "stablelm, parallel": Case(
         "StableLmForCausalLM", LAYER, {**_partial(0.5), "use_parallel_residual": True, "use_qkv_bias": True}
     ),
+    "stablelm, qk norm": Case("StableLmForCausalLM", LAYER, {**_partial(0.25), "qk_layernorm": True}),
     "gpt_neox": Case("GPTNeoXForCausalLM", {**SIZES, "layer_norm_eps": 1e-5}, _partial(0.25)),
     "gpt_neox, sequential": Case(
         "GPTNeoXForCausalLM",
         {**SIZES, "layer_norm_eps": 1e-5},
         {**_partial(1.0), "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
     ),
+    "gpt_neox, the 20B's activation": Case(
+        "GPTNeoXForCausalLM", {**SIZES, "layer_norm_eps": 1e-5}, {**_partial(0.25), "hidden_act": "gelu_fast"}
+    ),
     "gpt2": Case("GPT2LMHeadModel", GPT2),
     "gpt2, unscaled and untied": Case(
         "GPT2LMHeadModel", GPT2, {"scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 72}
     ),
+    "gpt2, scores by layer": Case("GPT2LMHeadModel", GPT2, {"scale_attn_by_inverse_layer_idx": True}),
     "falcon 7b": Case("FalconForCausalLM", FALCON),
     "falcon 40b": Case(
         "FalconForCausalLM", FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
@@ -166,6 +172,11 @@ CASES: dict[str, Case] = {
         {**QWEN_MOE, **WINDOW_8, "use_sliding_window": True, "mlp_only_layers": [0, 3], "attention_bias": True},
     ),
     "olmoe": Case("OlmoeForCausalLM", RMS, {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe, clipped": Case(
+        "OlmoeForCausalLM",
+        RMS,
+        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "clip_qkv": 0.7},
+    ),
     "falcon, sequential": Case(
         "FalconForCausalLM", FALCON, {"parallel_attn": False, "multi_query": False, "tie_word_embeddings": False}
     ),
@@ -195,7 +206,7 @@ def build_case(case: Case, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 weight.copy_(0.3 * noise)
             elif name.endswith("sinks"):
                 weight.copy_(noise)
-            elif weight.ndim == 1:  # norms
+            elif weight.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.copy_(0.3 * noise + (0.0 if is_offset else 1.0))
             elif any(part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")):
                 weight.copy_(noise * case.embedding_scale)

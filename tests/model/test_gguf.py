@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pagedllm.errors import ModelError
-from pagedllm.model.gguf import SLAB_VALUES, GGUFCheckpoint, unpermute
-from pagedllm.model.gguf_header import TENSOR_TYPES
+from pagedllm.model.gguf import SLAB_VALUES, GGUFCheckpoint
+from pagedllm.model.gguf_header import TENSOR_TYPES, GGUFHeader
+from pagedllm.model.gguf_tensors import row_order
 from tests.model.gguf_files import SIZES, byte_level_vocabulary, model_keys, random_tensors, write_gguf, write_model
 
 QUANTIZED = [name for name, values, _ in TENSOR_TYPES.values() if values > 1]
@@ -23,10 +24,18 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
     """[rows, bytes of a row]: any bytes are valid quants; the float16 scales in them are made finite and small."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(kind.value).integers(0, 256, (rows * columns // values, size), np.uint8)
-    places = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
-              "Q6_K": [208]}[kind.name]  # fmt: skip
-    for place in places:
+    places = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2],
+              "Q6_K": [208], "TQ1_0": [52], "TQ2_0": [64], "IQ1_M": [], "MXFP4": [], "NVFP4": []}  # fmt: skip
+    for place in places.get(kind.name, [0]):
         blocks[:, place : place + 2] = np.full(len(blocks), 0.01, np.float16).view(np.uint8).reshape(-1, 2)
+    if kind.name == "IQ1_M":  # the scale's bits are spread over the last four words
+        for word, nibble in enumerate((0xF, 0x1, 0x1, 0x2)):
+            place = 49 + 2 * word
+            blocks[:, place] = blocks[:, place] & 0xF | nibble << 4
+    elif kind.name == "MXFP4":
+        blocks[:, 0] = 120  # an exponent
+    elif kind.name == "NVFP4":
+        blocks[:, :4] = 0x38  # scales
     return blocks.reshape(rows, -1)
 
 
@@ -65,7 +74,7 @@ def test_a_quantized_matrix_reads_as_the_gguf_package_dequantizes_it(tmp_path: P
     assert tensor.dtype == torch.float32
     assert expected.isfinite().all()
     assert torch.equal(tensor, expected)
-    assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight", torch.bfloat16), expected.bfloat16())
+    assert torch.equal(checkpoint.read("model.layers.0.mlp.up_proj.weight", dtype=torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32"])
@@ -106,11 +115,14 @@ def test_reading_gives_a_tensor_of_its_own(tmp_path: Path) -> None:
     assert checkpoint.read("model.norm.weight").abs().sum() > 0
 
 
-def test_unpermute_undoes_the_converters_permutation() -> None:
-    rows = np.arange(2 * 8, dtype=np.uint8).reshape(16, 1)  # 2 heads of 8
-    permuted = rows.reshape(2, 2, 4, 1).swapaxes(1, 2).reshape(16, 1)
-    assert permuted[:4, 0].tolist() == [0, 4, 1, 5]
-    assert unpermute(permuted, 2, "q", Path("m")).tolist() == rows.tolist()
+def test_rows_are_put_back_in_the_checkpoints_order(tmp_path: Path) -> None:
+    header = GGUFHeader(write_model(tmp_path / "m.gguf"))
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    assert row_order("halves", "blk.0.attn_k.weight", 16, config, header)[:8].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    by_group = row_order("kv_groups", "blk.0.attn_qkv.weight", 16, config, header).tolist()  # heads of 2 rows
+    assert by_group == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
+    with pytest.raises(ModelError, match=r"attn_qkv\.weight has 15 rows, no multiple of its heads' number"):
+        row_order("kv_groups", "blk.0.attn_qkv.weight", 15, config, header)
 
 
 def test_biases_are_put_in_order_too(tmp_path: Path) -> None:
@@ -131,7 +143,7 @@ def test_biases_are_put_in_order_too(tmp_path: Path) -> None:
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_model(tmp_path / "m.gguf"))
     checkpoint.config = {**checkpoint.config, "num_attention_heads": 5}
-    with pytest.raises(ModelError, match=r"q_proj\.weight has 64 rows, no multiple of 2 x 5 heads"):
+    with pytest.raises(ModelError, match=r"attn_q\.weight has 64 rows, no multiple of 2 x 5 heads"):
         checkpoint.read("model.layers.0.self_attn.q_proj.weight")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagedllm.errors import ModelError
 from pagedllm.model.gguf import GGUFCheckpoint
-from pagedllm.model.gguf_config import llama3_scaling
+from pagedllm.model.gguf_rope import llama3_scaling
 from pagedllm.model.registry import read_model_config
 from tests.model.gguf_files import (
     CONTROL,
@@ -157,11 +157,20 @@ def test_divisors_and_linear_scaling_together_are_refused(tmp_path: Path) -> Non
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "architecture": ("mamba", {}, "GGUF architecture 'mamba' is not supported; supported are llama, qwen3, gemma3"),
+    "architecture": ("mamba", {}, "GGUF architecture 'mamba' is not supported; supported are llama, smollm3,"),
     "unknown key": ("llama", {"llama__odd": 1, "odd__key": 2}, "unknown header keys: llama.odd, odd.key"),
     "adapter": ("llama", {"general__type": "adapter"}, "general.type is 'adapter': not a model"),
     "split": ("llama", {"split__count": 3}, "one part of a split GGUF: join the parts"),
-    "experts": ("llama", {"llama__expert_count": 8}, "llama.expert_count = 8 is not supported: mixtures of experts"),
+    "experts": ("llama", {"llama__expert_count": 8}, "the key llama.expert_used_count is missing"),
+    "odd router": (
+        "qwen3moe", {"qwen3moe__expert_count": 8, "qwen3moe__expert_gating_func": 2},
+        "qwen3moe.expert_gating_func = 2 is not supported: the router's weights are a softmax",
+    ),
+    "olmo 3": ("olmo2", {"olmo2__attention__sliding_window": 8}, "olmo2.attention.sliding_window = 8 is not supported"),
+    "falcon with alibi": (
+        "falcon", {"falcon__attention__head_count_kv": 4, "falcon__attention__layer_norm_epsilon": 1e-5},
+        "a Falcon with as many KV heads as heads: the file does not say whether it has a rope",
+    ),
     "bidirectional": ("llama", {"llama__attention__causal": False}, "llama.attention.causal = False is not supported"),
     "embedding model": ("qwen3", {"qwen3__pooling_type": 3}, "qwen3.pooling_type = 3 is not supported"),
     "partial rope": ("llama", {"llama__rope__dimension_count": 8}, "rope.dimension_count is 8, not the head size 16"),

@@ -16,6 +16,7 @@ import pytest
 from pagedllm.errors import ModelError
 from pagedllm.model.gguf import GGUFCheckpoint
 from pagedllm.model.gguf_header import REFUSED_TYPES, TENSOR_TYPES, GGUFHeader
+from tests.model.gguf_families import write_case
 from tests.model.gguf_files import byte_level_vocabulary, sentencepiece_vocabulary, write_gguf, write_model
 
 
@@ -67,12 +68,12 @@ def test_the_type_tables_are_those_of_the_gguf_package() -> None:
 def test_an_unreadable_tensor_type_is_named(tmp_path: Path) -> None:
     file = tmp_path / "q2.gguf"
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 84), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 40), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight has type Q2_K, which is not read"):
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight has type Q8_1, which is not read"):
         GGUFHeader(file)
 
 
@@ -226,6 +227,15 @@ def test_truncated_files_are_refused(small_files: list[Path]) -> None:
 def test_damaged_files_are_read_or_refused(small_files: list[Path]) -> None:
     for file in small_files:
         assert assert_only_model_errors(file, flip_header, 250) > 50
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_moe", "gpt_oss", "falcon 40b", "gpt2", "phi4-mini, longrope on half of each head", "stablelm, qk norm"],
+)
+def test_damaged_files_of_other_families_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    _, file = write_case(name, tmp_path)
+    assert assert_only_model_errors(file, flip_header, 50) > 10
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pagedllm.model.registry import read_model_config
 from pagedllm.ops.linear import Activation
 from tests.model.configs import GEMMA_3_270M, LLAMA_31_8B, QWEN3_06B, REAL_CONFIGS, SMOLLM2_135M
 from tests.model.family_models import CASES, config_json
+from tests.model.published_configs import PUBLISHED
 
 FOLDER = Path("model")
 ALL_CONFIGS = {**REAL_CONFIGS, **{name: config_json(case) for name, case in CASES.items()}}
@@ -89,6 +91,20 @@ def test_one_unknown_setting_is_refused_by_name(model: str, key: str, value: obj
         read(config, **{key: value})
     assert f"config.json: {key if key.isprintable() else repr(key)} is " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ALL_CONFIGS)
+@pytest.mark.parametrize("key", ["factr", "rope_theta_local", "partial_rotary"])
+def test_one_unknown_setting_of_a_rope_is_refused_by_name(model: str, key: str) -> None:
+    config = ALL_CONFIGS[model]
+    for place in ("rope_parameters", "rope_scaling"):
+        rope = config.get(place)
+        if not isinstance(rope, dict):
+            continue
+        for inner in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            changed = json.loads(json.dumps(rope).replace(json.dumps(inner), json.dumps({**inner, key: 2.0})))
+            with pytest.raises(ModelError, match=rf"config\.json: {place}\.(\w+\.)?{key} (is|must be) "):
+                read(config, **{place: changed})
 
 
 JSON = st.recursive(
@@ -261,6 +277,18 @@ def test_gemma3_pattern_stands_in_for_layer_types() -> None:
         assert windows == [512, 512, 0] * 6
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    settings = PUBLISHED[name]
+    config = read(settings)
+    assert config.num_layers == settings.get("num_hidden_layers", settings.get("n_layer"))
+    assert config.activation != Activation.NONE
+
+
+def test_command_rs_length_is_the_one_it_was_trained_for() -> None:
+    assert read(PUBLISHED["c4ai-command-r-v01"]).max_position == 131072
+
+
 def family_config(name: str) -> dict[str, Any]:
     return config_json(CASES[name])
 
@@ -285,14 +313,18 @@ ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
             "partial_rotary_factor 0.1 of head_dim 32 is not an even number of features",
         ),
         ("granite", {"residual_multiplier": 1e-9}, r"residual_multiplier must be in \[0.001, 1000\], got 1e-09"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True, only False is supported"),
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False, only True is supported"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, only False is supported"),
         ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads must be the number of heads 4"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, only False is"),
         ("gpt2", {"n_ctx": 64}, "n_ctx is 64, only 128 is supported"),
         ("gpt2", {"n_head": 3}, "n_embd is 128, which 3 heads do not divide"),
-        ("falcon 7b", {"alibi": True}, "alibi is True, only False is supported"),
+        ("falcon 7b", {"alibi": True}, "alibi is true: scores that fall with the distance are not supported by the k"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3, only 2 is supported"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config is {'quant_method': 'gptq'",
+        ),
+        ("qwen3_moe", {"num_experts": 99, "num_local_experts": 99, "num_experts_per_tok": 65}, "is 65, at most 64 are"),
         ("falcon 7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, which is not supported here"),
         ("falcon 40b", {"parallel_attn": False}, "parallel_attn is false, which new_decoder_architecture contradicts"),
         ("falcon 40b", {"num_kv_heads": 3}, "num_kv_heads is 3, which does not fit 4 heads"),

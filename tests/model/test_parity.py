@@ -106,6 +106,40 @@ def test_dynamic_rope_of_a_whole_power_of_two_is_what_transformers_computes_by_i
     )
 
 
+ORIGINAL = 32
+EDGES = [0, 1, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 4 * ORIGINAL]
+THETA = {"rope_theta": 10_000.0}
+STRETCHED = {**THETA, "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_position", "frozen"),
+    [
+        ({"rope_type": "default", **THETA}, 256, None),
+        ({"rope_type": "linear", **THETA, "factor": 8.0}, ORIGINAL, None),
+        ({"rope_type": "dynamic", **THETA, "factor": 8.0}, ORIGINAL, 256),
+        ({"rope_type": "yarn", **STRETCHED}, 256, None),
+        ({"rope_type": "llama3", **STRETCHED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256, None),
+        ({**LONGROPE, "factor": 8.0}, 256, 129),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("spelling", [4, 5])
+def test_logits_at_the_edges_of_each_ropes_length(
+    rope: dict[str, Any], max_position: int, frozen: int | None, spelling: int, tmp_path: Path, namespace: str
+) -> None:
+    """Each position by itself: an error that grows with the position is lost beside the others."""
+    model = build("llama", rope_parameters=rope, max_position_embeddings=max_position)
+    folder = save(model, tmp_path) if spelling == 5 else spelled_as_in_version_4(model, tmp_path)
+    text = random_ids(4 * ORIGINAL + 1)
+    ours = Sequences(load(folder, namespace=namespace)).logits(text)
+    if frozen is not None:
+        freeze_rope(model, frozen)
+    theirs = logits_of(model, text)
+    for position in EDGES:
+        assert relative_error(ours[position], theirs[position]) < 2e-4, position
+
+
 @pytest.mark.parametrize(
     "settings",
     [

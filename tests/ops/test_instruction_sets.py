@@ -8,7 +8,15 @@ import pytest
 
 from tests.ops.isa import run_on_every_instruction_set
 
-FILES = ("test_linear.py", "test_norm.py", "test_rows.py", "test_kv_write.py", "test_attention.py", "test_sampling.py")
+FILES = (
+    "test_linear.py",
+    "test_moe.py",
+    "test_norm.py",
+    "test_rows.py",
+    "test_kv_write.py",
+    "test_attention.py",
+    "test_sampling.py",
+)
 KEYWORD = "not opcheck and not large_batches and not refused"  # checks of arguments are the same code in every library
 
 

@@ -124,7 +124,9 @@ for name in ("torn", "old"):
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     torn_line, old_line = result.stdout.splitlines()
-    assert torn_line.startswith(f"the kernels {tmp_path}/libpagedllm_cpu_torn.so do not load (")
+    assert torn_line.startswith(
+        f"the kernels {tmp_path}/libpagedllm_cpu_torn.so do not load into torch {torch.__version__} ("
+    )
     assert f"they implement {schema!r} where this version defines 'rms_norm(Tensor(a!) out, Tensor x" in old_line
     assert all("build them again: pip install" in line for line in (torn_line, old_line))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.ops.library import load_kernels
-from pagedllm.ops.norm import add_rms_norm, layer_norm, rms_norm
+from pagedllm.ops.norm import add_rms_norm, layer_norm, layer_norm_heads, rms_norm
 from tests.ops.test_linear import rms
 
 NAMESPACE = load_kernels().namespace
@@ -125,15 +125,40 @@ def test_layer_norm_of_strided_rows_in_place_leaves_what_lies_between_them(dtype
     assert wide[:, 40:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 48, 50])
+def test_layer_norm_of_heads_is_that_of_each_head_alone(head_dim: int, dtype: torch.dtype) -> None:
+    x, _, _ = inputs(7, 5 * head_dim + 8, dtype)
+    weight = torch.randn(5, head_dim, generator=torch.Generator().manual_seed(1))
+    wide = x.clone()
+    layer_norm_heads(NAMESPACE, wide[:, 4 : 4 + 5 * head_dim], wide[:, 4 : 4 + 5 * head_dim], weight, EPS)
+    for head in range(5):
+        columns = slice(4 + head * head_dim, 4 + (head + 1) * head_dim)
+        expected = torch.empty(7, head_dim, dtype=dtype)
+        layer_norm(NAMESPACE, expected, x[:, columns], weight[head], None, EPS)
+        assert torch.equal(wide[:, columns], expected)
+    assert torch.equal(wide[:, :4], x[:, :4])
+    assert torch.equal(wide[:, -4:], x[:, -4:])
+    twin = torch.empty(7, 5 * head_dim, dtype=dtype)
+    layer_norm_heads.reference(twin, x[:, 4 : 4 + 5 * head_dim], weight, EPS)
+    torch.testing.assert_close(
+        wide[:, 4 : 4 + 5 * head_dim], twin, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
+
+
 def test_opcheck() -> None:
     x, residual, weight = inputs(3, 20, torch.float32)
     torch.library.opcheck(torch.ops.pagedllm.rms_norm.default, (torch.empty_like(x), x, weight, EPS))
     torch.library.opcheck(torch.ops.pagedllm.add_rms_norm.default, (torch.empty_like(x), residual, x, weight, EPS))
     torch.library.opcheck(torch.ops.pagedllm.layer_norm.default, (torch.empty_like(x), x, weight, weight, EPS))
+    heads = weight.view(4, 5)
+    torch.library.opcheck(torch.ops.pagedllm.layer_norm_heads.default, (torch.empty_like(x), x, heads, EPS))
 
 
 def test_wrong_arguments_are_named() -> None:
     x, _, weight = inputs(3, 20, torch.float32)
+    with pytest.raises(RuntimeError, match=r"layer_norm_heads: x must have shape \[3, 18\], got float32 of shape"):
+        layer_norm_heads(NAMESPACE, torch.empty_like(x), x, weight[:18].view(3, 6), EPS)
     with pytest.raises(RuntimeError, match=r"rms_norm: weight must have shape \[20\], got float32 of shape \[19\]"):
         rms_norm(NAMESPACE, torch.empty_like(x), x, weight[:19], EPS)
     with pytest.raises(RuntimeError, match="rms_norm: weight must be float32, got bfloat16"):

@@ -20,9 +20,9 @@ def open_llm(folder: Path, **fields: object) -> LLM:
     return LLM(str(folder), max_model_len=1500, kv_cache_memory_bytes=64 << 20, max_num_seqs=5, **fields)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_tiny_model(tmp_path, max_position_embeddings=2048)
+@pytest.fixture(params=["llama", "qwen3_moe"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return save_tiny_model(tmp_path, request.param, max_position_embeddings=2048)
 
 
 def test_a_tape_runs_its_kernels_again_on_what_lies_there_now() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pagedllm.model.config import LayerConfig, ModelConfig
-from pagedllm.model.hf_config import ConfigReader
+from pagedllm.model.hf_config import REQUIRED, ConfigReader, Required
+from pagedllm.ops.moe import MAX_CHOSEN_EXPERTS
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 MAX_LAYERS = 4096  # far above any model, and a list of them fits in memory
@@ -87,6 +88,7 @@ def usual_config(
     max_position: int,
     is_tied_default: bool = False,
     activation_key: str = "hidden_act",
+    default_activation: str | Required = REQUIRED,
 ) -> ModelConfig:
     """What nearly all families spell alike; a family replaces what it has otherwise."""
     return ModelConfig(
@@ -99,7 +101,7 @@ def usual_config(
         vocab_size=sizes.vocab_size,
         max_position=max_position,
         norm_eps=sizes.norm_eps,
-        activation=reader.activation(activation_key),
+        activation=reader.activation(activation_key, default_activation),
         layers=layers,
         attention_scale=sizes.head_dim**-0.5,
         is_tied=reader.boolean("tie_word_embeddings", is_tied_default),
@@ -142,4 +144,6 @@ def read_experts_per_token(reader: ConfigReader, num_experts: int, default: int 
         raise reader.error("num_experts_per_tok", "is missing")
     if number > num_experts:
         raise reader.error("num_experts_per_tok", f"is {number}, but there are {num_experts} experts")
+    if number > MAX_CHOSEN_EXPERTS:
+        raise reader.error("num_experts_per_tok", f"is {number}, at most {MAX_CHOSEN_EXPERTS} are supported")
     return number

@@ -1,6 +1,7 @@
 """Cohere's Command-R, and Command-R7B (Cohere 2): one LayerNorm without bias before attention and MLP in parallel.
 
-Neighbouring features are rotated. Cohere 2 rotates on the layers that have a window only.
+Neighbouring features are rotated. Command-R+ norms each head of q and k; Cohere 2 rotates on the layers that have a
+window only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pagedllm.model.families._common import (
     refuse_unless,
     usual_config,
 )
-from pagedllm.model.family import LLAMA_NAMES, Family
+from pagedllm.model.family import LLAMA_NAMES, QK_NORM_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope, stretched_length
 
@@ -30,8 +31,11 @@ NEUTRAL = {
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    refuse_unless(reader, {"use_qk_norm": False})  # Command-R+: a LayerNorm of each head
-    return _read(reader, "CohereForCausalLM", 500_000.0, lambda sizes: None)
+    has_qk_norm = reader.boolean("use_qk_norm", False)  # Command-R+
+    config = _read(reader, "CohereForCausalLM", 500_000.0, lambda sizes: None)
+    # max_position_embeddings says 8192 where the model was trained on 128k
+    longest = reader.integer("model_max_length", config.max_position)
+    return replace(config, max_position=longest, qk_norm="layer_head" if has_qk_norm else "none")
 
 
 def read_cohere2_config(reader: ConfigReader) -> ModelConfig:
@@ -78,5 +82,5 @@ def _read(
     )
 
 
-FAMILY = Family("CohereForCausalLM", "cohere", read_config, LLAMA_NAMES)
+FAMILY = Family("CohereForCausalLM", "cohere", read_config, {**LLAMA_NAMES, **QK_NORM_NAMES})
 COHERE2 = Family("Cohere2ForCausalLM", "cohere2", read_cohere2_config, LLAMA_NAMES)

@@ -36,7 +36,9 @@ def names_for(config: ModelConfig) -> Mapping[str, str]:
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    refuse_unless(reader, {"alibi": False, "apply_residual_connection_post_layernorm": False})
+    if reader.boolean("alibi", False):
+        raise reader.error("alibi", "is true: scores that fall with the distance are not supported by the kernels")
+    refuse_unless(reader, {"apply_residual_connection_post_layernorm": False})
     is_new = reader.boolean("new_decoder_architecture", False)
     is_parallel = reader.boolean("parallel_attn", True)
     num_norms = reader.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
@@ -55,6 +57,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         max_position=stretched_length(rope, sizes.max_position),
         is_tied_default=True,
         activation_key="activation",
+        default_activation="gelu",
     )
     return replace(
         config,

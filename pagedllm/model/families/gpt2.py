@@ -30,7 +30,7 @@ IGNORABLE = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)  # causal mas
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    refuse_unless(reader, {"scale_attn_by_inverse_layer_idx": False})
+    is_scaled_by_layer = reader.boolean("scale_attn_by_inverse_layer_idx", False)
     reader.boolean("reorder_and_upcast_attn", False)  # scores are float32 here in any case
     hidden_size = reader.integer("n_embd")
     num_heads = reader.integer("n_head")
@@ -51,7 +51,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         reader,
         ARCHITECTURE,
         sizes,
-        (LayerConfig(AttentionKind()),) * sizes.num_layers,
+        tuple(
+            LayerConfig(AttentionKind(scale_divisor=layer + 1.0 if is_scaled_by_layer else 1.0))
+            for layer in range(sizes.num_layers)
+        ),
         max_position=max_position,
         is_tied_default=True,
         activation_key="activation_function",

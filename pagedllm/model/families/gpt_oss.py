@@ -1,12 +1,10 @@
 """gpt-oss: attention sinks, a window on every other layer, a mixture of experts with biases and a clamped gate.
 
-All experts of a layer are stored as one tensor [experts, in_features, out_features], gate and up in turn. Weights in
-bfloat16 or float32 only: MXFP4 is refused by its quantization_config.
+All experts of a layer are stored as one tensor [experts, in_features, out_features], gate and up in turn, or in MXFP4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -25,6 +23,7 @@ from pagedllm.model.family import LLAMA_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope
 from pagedllm.model.linear import WeightSlot
+from pagedllm.model.mxfp4 import Mxfp4Checkpoint, check_quantization
 from pagedllm.ops.linear import Activation
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -36,6 +35,7 @@ WEIGHT_NAMES = {
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    check_quantization(reader)
     refuse_unless(reader, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
     sizes = read_sizes(reader, default_head_dim=64)
     rope = read_rope(reader, head_dim=sizes.head_dim, max_position=sizes.max_position, default_theta=150_000.0)
@@ -46,6 +46,9 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         for is_local in is_windowed
     )
     num_experts = read_num_experts(reader)
+    num_chosen = read_experts_per_token(reader, num_experts, 4)
+    refuse_unless(reader, {"experts_per_token": num_chosen})  # the same by OpenAI's own name
+    reader.integer("initial_context_length", None)  # what rope_scaling calls the original length
     has_attention_bias = reader.boolean("attention_bias", True)
     config = usual_config(reader, ARCHITECTURE, sizes, layers, max_position=sizes.max_position)
     return replace(
@@ -56,7 +59,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         has_mlp_bias=True,
         moe=MoeConfig(
             num_experts=num_experts,
-            num_experts_per_token=read_experts_per_token(reader, num_experts, 4),
+            num_experts_per_token=num_chosen,
             intermediate_size=sizes.intermediate_size,
             is_normalized=True,  # a softmax over the chosen ones is the softmax over all, normalized
             has_router_bias=True,
@@ -64,7 +67,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-def stacked_slots(slots: Mapping[str, WeightSlot], config: ModelConfig) -> dict[str, WeightSlot]:
+def own_slots(slots: dict[str, WeightSlot], config: ModelConfig) -> dict[str, WeightSlot]:
     """The stored tensors that hold several slots of a layer, by their names."""
     assert config.moe is not None
     stacked = {}
@@ -72,7 +75,7 @@ def stacked_slots(slots: Mapping[str, WeightSlot], config: ModelConfig) -> dict[
         for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             for kind, suffix in (("weight", ""), ("bias", "_bias")):
                 experts = [
-                    [slots[f"layers.{layer}.experts.{expert}.{part}.{kind}"] for part in parts]
+                    [slots.pop(f"layers.{layer}.experts.{expert}.{part}.{kind}") for part in parts]
                     for expert in range(config.moe.num_experts)
                 ]
                 stacked[f"model.layers.{layer}.mlp.experts.{name}{suffix}"] = _stack(experts)
@@ -91,4 +94,4 @@ def _stack(experts: list[list[WeightSlot]]) -> WeightSlot:
     return WeightSlot((len(experts), *shape[:0:-1], num_parts * shape[0]), load)
 
 
-FAMILY = Family(ARCHITECTURE, "gpt_oss", read_config, WEIGHT_NAMES, stacked_slots=stacked_slots)
+FAMILY = Family(ARCHITECTURE, "gpt_oss", read_config, WEIGHT_NAMES, own_slots=own_slots, unpacked=Mxfp4Checkpoint)

@@ -20,8 +20,6 @@ ARCHITECTURE = "OlmoeForCausalLM"
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    if reader.number("clip_qkv", None) is not None:
-        raise reader.error("clip_qkv", "is set, which is not supported")
     sizes = read_sizes(reader)
     rope = read_rope(reader, head_dim=sizes.head_dim, max_position=sizes.max_position, default_theta=10_000.0)
     num_experts = read_num_experts(reader)
@@ -38,6 +36,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         qk_norm="projection",
+        qkv_clip=reader.number("clip_qkv", 0.0),
         moe=moe,
     )
 

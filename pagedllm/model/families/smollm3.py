@@ -17,6 +17,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     sizes = read_sizes(reader)
     rope = read_rope(reader, head_dim=sizes.head_dim, max_position=sizes.max_position, default_theta=2_000_000.0)
     has_rope = read_rope_layers(reader, sizes)
+    reader.integer("max_window_layers", None, minimum=0)  # which transformers does not look at
     may_have_window = reader.boolean("use_sliding_window", False)
     has_window = reader.has("sliding_window")
     types = read_layer_types(reader, sizes.num_layers, lambda layer: has_window and not has_rope[layer])
