@@ -78,8 +78,8 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
   params.window = static_cast<int32_t>(window);
   params.max_work = static_cast<int32_t>(work.size(0) - 1);
   params.max_merge = static_cast<int32_t>(merge.size(0) - 1);
-  // pagedllm/ops/cuda_attention.py: with a token a sequence all items have 16 rows but for shared ones, of 64, for which
-  // the merge list has more places than there are sequences
+  // pagedllm/ops/cuda_attention.py: with a token a sequence all items have 16 rows but for shared ones, of 64, for
+  // which the merge list has more places than there are sequences
   params.most_rows = q.size(0) > num_seqs || params.group > 16 ? 128 : params.max_merge > num_seqs ? 64 : 16;
   params.is_bf16 = element_type(q, false) == ElementType::kBFloat16;
   call.check(paged_attention(params, call.stream()));
