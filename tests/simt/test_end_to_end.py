@@ -199,7 +199,7 @@ def test_float16_generates(emulator: Emulator, folders: dict[str, Path]) -> None
 def test_attending_prefixes_together_changes_nothing(
     emulator: Emulator, row_invariant_products: None, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve requests with 90 tokens in common, and windows (gemma3) that begin within them."""
+    """Twelve requests with 90 tokens in common."""
     prefix = list(range(5, 95))
     prompts = [{"prompt_token_ids": prefix + [100 + n] * (1 + n % 3)} for n in range(12)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -216,7 +216,7 @@ def test_attending_prefixes_together_changes_nothing(
     for launch_bytes in (1 << 60, 0):  # never, always
         monkeypatch.setattr(CudaAttentionBackend, "shared_launch_bytes", launch_bytes)
         shared_rows.clear()
-        with open_llm(folders["gemma3"], num_full_requests=12, max_num_seqs=12, max_num_batched_tokens=128) as llm:
+        with open_llm(folders["qwen3"], num_full_requests=12, max_num_seqs=12, max_num_batched_tokens=128) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         found[launch_bytes] = [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
         assert (sum(shared_rows) > 4) == (launch_bytes == 0)
