@@ -103,7 +103,7 @@ def load_model(
     """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
-    check_head_dim(checkpoint, config, backend)
+    check_head_dim(config, backend, checkpoint)
     if max_model_len is not None:
         config = group_layers(config, min(max_model_len, config.max_position))
     decoder = Decoder(config, dtype, backend, namespace, weight_format, allocate)  # zeros, which take no memory yet
@@ -131,14 +131,6 @@ def load_model(
     return decoder
 
 
-def check_head_dim(checkpoint: Checkpoint, config: ModelConfig, backend: AttentionBackend) -> None:
-    if config.head_dim not in backend.supported_head_dims:
-        raise ModelError(
-            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
-            f"{', '.join(map(str, backend.supported_head_dims))}"
-        )
-
-
 @torch.inference_mode()  # of each thread by itself
 def _fill(checkpoint: Checkpoint, slot: WeightSlot, name: str, rows: slice) -> None:
     if slot.load_rows is None:
@@ -154,6 +146,15 @@ def _slabs(checkpoint: Checkpoint, name: str) -> Iterator[slice]:
     step = max(1, SLAB_BYTES // (row_bytes * PANEL)) * PANEL
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))
+
+
+def check_head_dim(config: ModelConfig, backend: AttentionBackend, checkpoint: Checkpoint) -> None:
+    """Raises ModelError where the kernels do not have it."""
+    if config.head_dim not in backend.supported_head_dims:
+        raise ModelError(
+            f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
+            f"{', '.join(map(str, backend.supported_head_dims))}"
+        )
 
 
 def _check_tensors(

@@ -69,7 +69,7 @@ def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, st
         max_model_len = min(model.max_position, config.max_model_len or model.max_position)
         model, longest = group_layers(model, max_model_len), min(max_model_len, REQUEST_TOKENS)
         backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
-        check_head_dim(checkpoint, model, backend)
+        check_head_dim(model, backend, checkpoint)
         num_new_tokens = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
         groups = KVGroups(config.block_size, model.kv_windows, num_new_tokens)
         num_weight_bytes = weight_bytes(model, weight_format)
