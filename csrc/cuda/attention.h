@@ -46,7 +46,7 @@ struct PagedAttentionParams {
   float tanh_scale;  // scale / softcap * 2 log2(e); paged_attention() fills it in
   int32_t window;
   int32_t max_work, max_merge;  // rows of work and merge without the headers
-  int32_t most_rows;              // of an item that the list may hold: 128, 64 or 16
+  int32_t most_rows;            // of an item that the list may hold: 128, 64 or 16
   int32_t is_bf16;              // else float16
 };
 
