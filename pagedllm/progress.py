@@ -63,5 +63,7 @@ class Bar:
 
 
 def is_watched() -> bool:
-    """stderr is a terminal, or this is a notebook."""
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    """stderr is a terminal, or this is a notebook: a process may have imported its kernel and not run it."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    is_notebook: bool = kernel is not None and kernel.IPKernelApp.initialized()
+    return is_notebook or (sys.stderr is not None and sys.stderr.isatty())

@@ -26,6 +26,8 @@ def no_model(monkeypatch):
 def llm() -> Iterator[LLM]:
     with LLM("fake") as llm:
         yield llm
+    for thread in submit_threads():  # it ends soon after `close`
+        thread.join(WAIT)
 
 
 def runner_of(llm: LLM) -> FakeRunner:

@@ -68,7 +68,7 @@ EMULATED = [
     Mutant("the next item is written while the last is read", KERNEL, "    i = Item::state().index + static_cast<int>(gridDim.x);\n    __syncthreads();  // shared memory is free for the next item",
            "    __syncthreads();\n    i = Item::state().index + static_cast<int>(gridDim.x);", "race"),
     Mutant("a decode forgets what a shared item left it", KERNEL, "has_flag(kContinues)) load_state();", "false) load_state();", "wrong numbers"),
-    Mutant("a shared row goes to its neighbour's slot", KERNEL, "item.member(packed_row).first_slot", "item.member(packed_row ^ 1).first_slot",
+    Mutant("every shared row goes to the first sequence's slot", KERNEL, "item.member(packed_row).first_slot", "item.member(0).first_slot",
            "wrong numbers|race|uninitialised"),
     Mutant("a shared row's window is its neighbour's", TILE, "row < last_row ? row : last_row", "0", "wrong numbers"),
     Mutant("the merge reads splits before the window", MERGE, "p.window > 0 && window_begin > 0 ?", "false ?", "wrong numbers|uninitialised"),
