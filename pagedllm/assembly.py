@@ -106,7 +106,11 @@ def _wire(
     if not eos_ids:
         notices.tell(f"{config.model} names no eos token: outputs end by max_tokens or stop only")
     kv_cache = KVCacheManager(
-        runtime.pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        runtime.pool.num_blocks,
+        config.block_size,
+        windows=model.kv_windows,
+        max_num_new_tokens=runtime.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     scheduler = Scheduler(
         kv_cache,
@@ -125,6 +129,7 @@ def _wire(
         rope_variant=runtime.rope_variant,
         chat_template=config.chat_template,
         notices=notices,
+        scores_prompts=runtime.runner.scorer is not None,
     )
     return Assembly(
         engine=EngineCore(scheduler, runtime.runner.execute, tokenizer.detokenizer),
@@ -137,14 +142,19 @@ def _wire(
         num_blocks=runtime.pool.num_blocks,
         block_size=config.block_size,
         bytes_per_block=runtime.pool.bytes_per_block,
-        numerics={
-            "dtype": str(runtime.dtype).removeprefix("torch."),
-            "kernels": runtime.kernels.name,
-            "numerics": NUMERICS_VERSION,
-        },
+        numerics=_numerics(runtime),
         located=located,
         info=_info(config, runtime),
     )
+
+
+def _numerics(runtime: Runtime) -> dict[str, str]:
+    numerics = {
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "kernels": runtime.kernels.name,
+        "numerics": NUMERICS_VERSION,
+    }
+    return numerics if runtime.model_impl == "pagedllm" else {**numerics, "model_impl": runtime.model_impl}
 
 
 def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
@@ -153,6 +163,7 @@ def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "device": "cpu",
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "kernels": runtime.kernels.name,
+        "model_impl": runtime.model_impl,
         "deterministic": runtime.is_deterministic,
         "num_threads": runtime.num_threads,
         "max_model_len": runtime.pool.max_model_len,
@@ -162,4 +173,7 @@ def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "block_size": runtime.block_size,
         "num_blocks": runtime.pool.num_blocks,
         "kv_cache_bytes": runtime.pool.num_bytes,
+        "kv_windows": list(runtime.model_config.kv_windows),
+        "kv_bytes_of_longest_text": runtime.text_memory.num_bytes,
+        "kv_bytes_without_windows": runtime.text_memory.num_bytes_without_windows,
     }

@@ -21,6 +21,7 @@ from pagedllm.driver import drive, feed
 from pagedllm.engine.offline_plan import find_duplicates, plan_order
 from pagedllm.engine.run_log import Ended, RunLog, Work
 from pagedllm.errors import BatchError, RequestError
+from pagedllm.notices import LOGGER
 from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.progress import Bar, is_watched
 from pagedllm.request import Request
@@ -50,6 +51,7 @@ class Call:
         self._first_request_number = first_request_number
         self._requests: dict[int, Request] = {}  # by index
         self._errors: dict[int, RequestError] = {}
+        self._log: RunLog | None = None
         self._num_shared_tokens = 0  # that the prefix cache should have
         self._duplicate_of: dict[int, int] = {}  # indices that are not run, because another gives the same output
         copies: dict[int, SamplingParams] = {}  # by id: one engine's own copy of each object the caller passed
@@ -106,6 +108,7 @@ class Call:
         num_finished = num_input_tokens = num_output_tokens = num_cut = 0
         engine = self._assembly.engine
         log, ended = RunLog(engine.stats), Ended()
+        self._log = log
         num_tokens = sum(request.num_prompt_tokens for request in to_run) - self._num_shared_tokens
         num_samples = [request.sampling_params.num_samples for request in to_run]
         num_allowed = sum(map(mul, num_samples, (request.max_output_tokens for request in to_run)))
@@ -193,6 +196,23 @@ class Call:
             first = outputs[failed[0]].error
             text = f"{len(failed):,} of {len(outputs):,} requests failed while running, the first: "
             raise BatchError(f"{text}{self._name}[{failed[0]}]: {first}; the others are in .outputs", outputs)
+
+    def tell_of_limits(self) -> None:
+        """One INFO record of what a long call was limited by; none where all of it ran at once."""
+        assembly, log = self._assembly, self._log
+        if log is None or len(self._requests) <= assembly.max_num_seqs:
+            return
+        scheduler = assembly.engine.scheduler
+        limits = log.limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, assembly.num_blocks)
+        seconds = max(log.total.seconds, 1e-9)
+        LOGGER.info(
+            "%s %s in %.1f s, out %s tokens/s, limited by %s",
+            f"{len(self._requests):,}",
+            self._name,
+            seconds,
+            f"{log.total.num_output_tokens / seconds:,.0f}",
+            "; ".join(limits),
+        )
 
     def tell_of_cuts(self) -> None:
         """One notice for the outputs that a length ended, where the caller did not ask for exact lengths."""

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from pagedllm.errors import NotSupportedError
 from pagedllm.sampling_params import is_int, is_real
 
 SchedulingPolicy = Literal["fcfs", "priority", "offline"]
@@ -21,12 +20,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling_policy": ("offline", "fcfs", "priority"),
     "generation_config": ("auto", "none"),
     "load_format": ("auto", "safetensors", "gguf"),
-    "model_impl": ("auto",),
+    "model_impl": ("auto", "pagedllm", "transformers"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
-}
-# Values that belong to a field but are not here yet, with the way out.
-LATER: dict[str, dict[str, str]] = {
-    "model_impl": {"transformers": "leave it 'auto'", "pagedllm": "leave it 'auto'"},
 }
 
 
@@ -90,8 +85,6 @@ class EngineConfig:
             raise _wrong("chat_template", "None or a template's text", self.chat_template)
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if isinstance(value, str) and value in LATER.get(name, {}):
-                raise NotSupportedError(f"{name}={value!r} is not supported yet: {LATER[name][value]}")
             if value not in choices:
                 raise _wrong(name, "one of " + ", ".join(map(repr, choices)), value)
 

@@ -41,7 +41,7 @@ LLM_HELP = {
     "revision": "branch, tag or commit of a Hugging Face id",
     "load_format": "auto, safetensors or gguf",
     "gguf_file": "the file to take where the model is a folder of several",
-    "model_impl": "auto",
+    "model_impl": "auto, pagedllm, or transformers: who computes the model",
     "logprobs_mode": "raw_logprobs, or processed_logprobs: of the distribution that is drawn from",
     "max_logprobs": "largest logprobs a request may ask for",
 }

@@ -496,6 +496,7 @@ class LLM(ScoringMethods):
         call.run(use_tqdm)
         if beam_search is None:
             call.tell_of_cuts()
+        call.tell_of_limits()
         outputs = call.outputs()
         if on_error == "raise":
             call.raise_if_failed(outputs)

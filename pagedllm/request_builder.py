@@ -67,8 +67,12 @@ class RequestBuilder:
         rope_variant: Callable[[int | None], int],
         chat_template: str | None,
         notices: Notices,
+        scores_prompts: bool = True,
     ) -> None:
-        """max_position: the length in the model's config; max_model_len: what the engine serves, perhaps less."""
+        """max_position: the length in the model's config; max_model_len: what the engine serves, perhaps less.
+
+        scores_prompts: whether the runner can give the logprobs of prompt tokens.
+        """
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_position = max_position
@@ -78,6 +82,7 @@ class RequestBuilder:
         self.rope_variant = rope_variant
         self.chat_template = chat_template
         self.notices = notices
+        self.scores_prompts = scores_prompts
         self._token_texts: dict[int, str] = {}
         self._is_thinking_model = all(tokenizer.token_to_id(tag) is not None for tag in TAGS)
         self._special_texts: dict[int, str] | None = None
@@ -144,6 +149,9 @@ class RequestBuilder:
         except NotSupportedError as error:
             raise RequestError("unsupported", str(error), field="sampling_params") from None
         params.verify_for_model(self.vocab_size, self.max_logprobs)
+        if params.prompt_logprobs is not None and not self.scores_prompts:
+            text = "prompt_logprobs and scores of texts are not supported for a model that transformers computes"
+            raise RequestError("unsupported", text, field="prompt_logprobs")
         if params.n > 1 and params.is_greedy:
             self.notices.tell(f"n={params.n} with temperature=0: greedy outputs are all equal, each prompt is run once")
         for word in params.bad_words or ():

@@ -72,27 +72,6 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
 
 
-def test_the_notebook_runs_and_shows_tables_and_charts(demo_gguf: Path, tmp_path: Path) -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    make_demo_folder(tmp_path, demo_gguf)
-    (notebook,) = (ROOT / "examples").glob("*.ipynb")
-    cells = nbformat.read(notebook, as_version=4)
-    assert [cell for cell in cells.cells if cell.cell_type == "code" and cell.outputs] == []  # none is kept in the file
-    NotebookClient(cells, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
-    shown = [
-        output["data"]["text/html"]
-        for cell in cells.cells
-        for output in cell.get("outputs", [])
-        if "text/html" in output.get("data", {})
-    ]
-    assert len(shown) == 4
-    assert all("<table" in html for html in shown)
-    assert "Tokyo" in shown[1]
-    assert shown[3].count("<svg") == 6
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_named_in_docs_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

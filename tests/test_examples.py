@@ -17,7 +17,8 @@ import pytest
 
 from tests.test_readme import ROOT, make_demo_folder, run
 
-NOTEBOOKS = [ROOT / "examples" / "quickstart.ipynb"]  # that are stored with what they show
+JOB_NOTEBOOK = ROOT / "examples" / "batch_job.ipynb"  # shows times, so it is stored without outputs
+NOTEBOOKS = sorted({*(ROOT / "examples").glob("*.ipynb")} - {JOB_NOTEBOOK})
 STYLE = re.compile(r"<style.*?</style>\s*", re.DOTALL)
 
 ASK_APP = """
@@ -90,6 +91,16 @@ def test_a_notebook_runs_and_shows_what_it_is_stored_with(notebook: Path, folder
     nbformat.validate(stored)
     assert shown(execute(notebook, folder)) == shown(stored)
     assert sum(map(bool, shown(stored))) >= 3
+
+
+def test_the_notebook_of_a_job_shows_tables_and_charts(folder: Path) -> None:
+    stored = nbformat.read(JOB_NOTEBOOK, as_version=4)
+    nbformat.validate(stored)
+    assert not any(map(any, shown(stored)))
+    tables = [text for texts in shown(execute(JOB_NOTEBOOK, folder)) for text in texts if "<table" in text]
+    assert len(tables) == 4
+    assert "Tokyo" in tables[1]
+    assert tables[3].count("<svg") == 6
 
 
 def write_outputs() -> None:

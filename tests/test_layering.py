@@ -34,6 +34,7 @@ LAYER_OF = {
         ),
         "base",
     ),
+    "kv_groups": "base",
     "beam_search_params": "base",
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
     **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedllm import LLM, BatchError, NotSupportedError, RequestError, SamplingParams
+from pagedllm import LLM, BatchError, RequestError, SamplingParams
 from pagedllm.config import EngineConfig
 from pagedllm.engine.scheduler_output import ModelRunnerOutput
 from tests.fake_assembly import END, EOS, VOCAB_SIZE, FakeRunner, fake_assemble
@@ -729,17 +729,6 @@ def test_a_wrong_value_is_refused_by_keyword_and_value(keyword, value, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value"),
-    [
-        ("model_impl", "transformers"),
-    ],
-)
-def test_what_comes_later_is_refused_by_name(keyword, value):
-    with pytest.raises(NotSupportedError, match=f"{keyword}='{value}' is not supported yet"):
-        LLM("fake", **{keyword: value})
-
-
 def test_paths_may_be_path_objects():
     with LLM(Path("models/fake")) as llm:
         assert llm.config.model == "models/fake"
@@ -775,3 +764,38 @@ def test_prompts_the_engine_has_not_seen_are_aborted_ones_after_an_interrupt():
     assert len(outputs) == 40
     assert {(output.outputs[0].finish_reason, output.finished) for output in outputs} == {("abort", False)}
     assert {len(output.text) for output in outputs} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_blocks", "word"),
+    [
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 512}, 512, "max_num_seqs 4"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, 512, "max_num_batched_tokens 8"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, 16, "KV cache (16 blocks)"),
+    ],
+)
+def test_a_long_call_tells_what_limited_it(monkeypatch, caplog, arguments, num_blocks, word):
+    monkeypatch.setattr("pagedllm.llm.assemble", lambda config: fake_assemble(config, num_blocks=num_blocks))
+    caplog.set_level("INFO", "pagedllm")
+    with LLM("fake", **arguments) as llm:
+        llm.generate([f"{i:04}{'x' * 20}" for i in range(200)], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert llm.stats.num_steps > 0
+        (told,) = [record.getMessage() for record in caplog.records if "limited by" in record.getMessage()]
+        assert told.startswith("200 prompts in ")
+        assert word in told.partition("limited by ")[2].split(";")[0]
+        caplog.clear()
+        llm.generate("one", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert caplog.records == []
+
+
+def test_a_long_request_submitted_last_does_not_run_alone_at_the_end():
+    """Longest first, and a place that gets free is filled in the next step: no sub-batches, no tail."""
+    prompts = [f"{i:04}" for i in range(200)] + ["long"]
+    limits = [SamplingParams(max_tokens=4, ignore_eos=True)] * 200 + [SamplingParams(max_tokens=110, ignore_eos=True)]
+    with LLM("fake", max_num_seqs=8, max_num_batched_tokens=512) as llm:
+        running = []
+        llm._assembly.runtime.script = lambda step, plan: running.append(len(plan.scheduled))
+        outputs = llm.generate(prompts, limits)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 200 + [110]
+    assert len(running) <= 110 + 10  # 7 x 110 places beside it hold the 800 short tokens, but for some 30
+    assert all(number == 8 for number in running[:100])

@@ -54,13 +54,17 @@ ROPES: dict[str, tuple[int, dict[str, Any]]] = {  # max_position_embeddings, rop
 
 
 def transformers_config(kind: str) -> Any:
-    """kind: "llama" (full attention), "qwen3" (q/k norm), "gemma3" (windows, two ropes, softcaps), or one of ROPES."""
+    """kind: "llama" (full attention), "qwen3" (q/k norm), "gemma3" (windows, two ropes, softcaps), "mistral" (a window
+    on every layer), or one of ROPES.
+    """
     import transformers
 
     if kind == "llama":
         return transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     if kind == "qwen3":
         return transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
+    if kind == "mistral":
+        return transformers.MistralConfig(**SIZES, sliding_window=24)
     if kind == "gemma3":
         return transformers.Gemma3TextConfig(
             **SIZES,

@@ -19,6 +19,7 @@ class KVCacheBlock:
     block_id: int
     ref_count: int = 0  # requests that hold it
     block_hash: bytes | None = None  # set while it is in the hash table
+    group: int = 0  # the KV group under which it is there
     is_pending: bool = False  # in the hash table, but its K and V are only computed by the step being scheduled
     prev_free: KVCacheBlock | None = None
     next_free: KVCacheBlock | None = None

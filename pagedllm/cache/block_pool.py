@@ -3,8 +3,9 @@
 Knows blocks and hashes, no requests. A block is held (ref_count > 0), or in the free queue, or retained, because
 somebody who waits will ask for it: free + retained + used == total. A free block keeps its hash, and may be hit, until
 allocation reaches it. Allocation empties the queue first, whose head was freed longest ago, and then takes of the
-retained ones the one that is asked for last. Where the future is not known, nothing is retained: plain LRU. Called by
-KVCacheManager only.
+retained ones the one that is asked for last. Where the future is not known, nothing is retained: plain LRU. A block
+serves any KV group, one at a time: the table has a part for each, since equal tokens have other K and V there. Called
+by KVCacheManager only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pagedllm.cache.future_uses import FutureUses, RetainedBlocks
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -24,7 +25,7 @@ class BlockPool:
         self.free_block_queue = FreeBlockQueue(self.blocks)
         self.uses = FutureUses()
         self.retained = RetainedBlocks(self.uses)
-        self._cached_blocks: dict[bytes, KVCacheBlock] = {}
+        self._cached_blocks: tuple[dict[bytes, KVCacheBlock], ...] = tuple({} for _ in range(num_groups))
 
     @property
     def num_free(self) -> int:
@@ -37,7 +38,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached_blocks)
+        return sum(map(len, self._cached_blocks))
 
     def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
         """Blocks with ref_count 1 and no hash; the caller has checked that so many are free."""
@@ -74,20 +75,22 @@ class BlockPool:
         """Somebody with this rank will ask for these: those that are free already are retained from now on."""
         self.uses.add(block_hashes, rank)
         for block_hash in block_hashes:
-            block = self._cached_blocks.get(block_hash)
-            if block is not None and block.ref_count == 0 and block not in self.retained:
-                self.free_block_queue.remove(block)
-                self.retained.add(block, rank)
+            for cached_blocks in self._cached_blocks:
+                block = cached_blocks.get(block_hash)
+                if block is not None and block.ref_count == 0 and block not in self.retained:
+                    self.free_block_queue.remove(block)
+                    self.retained.add(block, rank)
 
-    def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        return self._cached_blocks.get(block_hash)
+    def find(self, block_hash: bytes, group: int = 0) -> KVCacheBlock | None:
+        return self._cached_blocks[group].get(block_hash)
 
-    def offer(self, block: KVCacheBlock, block_hash: bytes) -> bool:
+    def offer(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
         """Enters a full block into the hash table as pending; False where another block has that content already."""
-        if block_hash in self._cached_blocks:
+        cached_blocks = self._cached_blocks[group]
+        if block_hash in cached_blocks:
             return False
-        self._cached_blocks[block_hash] = block
-        block.block_hash = block_hash
+        cached_blocks[block_hash] = block
+        block.block_hash, block.group = block_hash, group
         block.is_pending = True
         return True
 
@@ -97,10 +100,18 @@ class BlockPool:
             if block in self.retained:
                 self.retained.remove(block)
                 self.free_block_queue.append(block)
-            del self._cached_blocks[block.block_hash]
+            del self._cached_blocks[block.group][block.block_hash]
             block.block_hash = None
             block.is_pending = False
 
+    def forget_content(self, block_hash: bytes) -> None:
+        """`forget` for all that have this name, in any group."""
+        for cached_blocks in self._cached_blocks:
+            block = cached_blocks.get(block_hash)
+            if block is not None:
+                self.forget(block)
+
     def forget_all(self) -> None:
-        for block in list(self._cached_blocks.values()):
-            self.forget(block)
+        for cached_blocks in self._cached_blocks:
+            for block in list(cached_blocks.values()):
+                self.forget(block)

@@ -13,13 +13,19 @@ from pagedllm.cache.block import KVCacheBlock
 
 
 class FutureUses:
+    """Most blocks have one user: a plain int then, which costs the garbage collector nothing."""
+
     def __init__(self) -> None:
-        self._ranks: dict[bytes, deque[int]] = {}  # ascending
+        self._ranks: dict[bytes, int | deque[int]] = {}  # one, or several in ascending order
 
     def add(self, block_hashes: Iterable[bytes], rank: int) -> None:
         for block_hash in block_hashes:
-            ranks = self._ranks.setdefault(block_hash, deque())
-            if not ranks or rank >= ranks[-1]:
+            ranks = self._ranks.get(block_hash)
+            if ranks is None:
+                self._ranks[block_hash] = rank
+            elif isinstance(ranks, int):
+                self._ranks[block_hash] = deque(sorted((ranks, rank)))
+            elif rank >= ranks[-1]:
                 ranks.append(rank)
             elif rank <= ranks[0]:
                 ranks.appendleft(rank)
@@ -30,17 +36,21 @@ class FutureUses:
         """These must have been added with this rank."""
         for block_hash in block_hashes:
             ranks = self._ranks[block_hash]
+            if isinstance(ranks, int):
+                assert ranks == rank
+                del self._ranks[block_hash]
+                continue
             if ranks[0] == rank:
                 ranks.popleft()
             else:
                 ranks.remove(rank)
-            if not ranks:
-                del self._ranks[block_hash]
+            if len(ranks) == 1:
+                self._ranks[block_hash] = ranks[0]
 
     def next_use(self, block_hash: bytes | None) -> int | None:
         """The rank of the first who will ask for it."""
         ranks = None if block_hash is None else self._ranks.get(block_hash)
-        return ranks[0] if ranks else None
+        return ranks if ranks is None or isinstance(ranks, int) else ranks[0]
 
 
 class RetainedBlocks:

@@ -1,14 +1,21 @@
 """KVCacheManager: the only owner of requests' blocks.
 
 Knows which blocks hold which request's K and V, what can be shared, and what a plan must copy; decides nobody's turn.
-Called by the Scheduler. Block ids are tuples over KV groups everywhere outside this file; there is one group today, and
-a second changes this file only.
+Called by the Scheduler. Block ids are tuples over KV groups everywhere; kv_groups.py says what groups are.
 
-A request's table while its block 2 is being filled, block_size 4:
+A request's table while its block 2 is being filled, block_size 4, a second group with a window of 5:
 
-    blocks         [ 7 ]      [ 3 ]      [ 5 ]
+    group 0        [ 7 ]      [ 3 ]      [ 5 ]
+    group 1        left       [ 9 ]      [ 2 ]     given back once no token to come sees any of it
     slots       0 1 2 3    4 5 6 7    8 9 . .      num_filled = 10: positions that have or get K and V in this step
     hash table     yes        yes        no        only full blocks are offered, as pending until the step succeeded
+
+Outside, NO_BLOCK stands in the place of a block that was left behind. The runner's row may go on naming the old one,
+which is somebody else's by now: kernels read nothing that a window hides.
+
+**Hits.** A group with a window needs only the blocks that the first token to be computed sees; all others need all. So
+a hit ends where every group has what it needs, and what it gives is exact. A block left behind keeps its name, like
+one of a finished request, until it is taken.
 
 **Pending blocks.** A block that the step being scheduled fills is in the hash table already, and a request admitted in
 the same step may hit it: K and V of the whole batch are written before attention reads them, in each layer. `publish`
@@ -20,24 +27,40 @@ No kernel writes to a block with two holders: full blocks are never written, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagedllm.cache.block import KVCacheBlock
 from pagedllm.cache.block_hash import HashFunction, extend_block_hashes, strong_hash
 from pagedllm.cache.block_pool import BlockPool
+from pagedllm.kv_groups import UNBOUNDED, KVGroups
 from pagedllm.request import Request
 
 BlockIds = tuple[tuple[int, ...], ...]  # per KV group
 NO_BLOCK_IDS: BlockIds = ((),)
+NO_BLOCK = 0  # any id that exists
+
+
+class ComputedBlocks(NamedTuple):
+    num_blocks: int  # leading ones of a request that need not be computed
+    blocks: tuple[list[KVCacheBlock], ...]  # per KV group: those of them that it needs, the last ones
 
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    blocks: list[KVCacheBlock]
+    num_blocks: int  # in every group, with those left behind
+    blocks: tuple[list[KVCacheBlock], ...]  # per KV group: those still held, the last ones
     num_filled: int
     num_offered: int  # leading blocks that need not be offered to the hash table any more
     next_event: int = 0  # filling fewer positions than this takes no block and completes none
+
+    def from_the_end(self) -> Iterator[KVCacheBlock]:
+        """Last blocks first, those of all groups together."""
+        for distance in range(1, 1 + max(map(len, self.blocks))):
+            for blocks in self.blocks:
+                if distance <= len(blocks):
+                    yield blocks[-distance]
 
 
 class KVCacheManager:
@@ -46,12 +69,14 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        windows: tuple[int, ...] = (0,),
+        max_num_new_tokens: int = UNBOUNDED,
         enable_prefix_caching: bool = True,
         hash_function: HashFunction = strong_hash,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks)
+        """windows: per KV group, 0 for none; max_num_new_tokens: that a request is given slots for in one step."""
+        self.groups = KVGroups(block_size, windows, max_num_new_tokens)
+        self.pool = BlockPool(num_blocks, len(windows))
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
@@ -60,7 +85,7 @@ class KVCacheManager:
         self._pending_users: dict[KVCacheBlock, list[Request]] = {}
         self._copies: dict[KVCacheBlock, KVCacheBlock] = {}  # target -> source, which is held until it is told
         self._expected: dict[str, tuple[list[bytes], int]] = {}  # by request id: blocks it will ask for, its rank
-        self._num_table_slots = 0  # of all tables, shared blocks counted for each holder
+        self._num_table_slots = 0  # of all tables in one group, shared blocks counted for each holder
         self._num_filled_slots = 0
 
     def emptied(self) -> KVCacheManager:
@@ -68,19 +93,21 @@ class KVCacheManager:
         return KVCacheManager(
             self.pool.num_blocks,
             self.block_size,
+            windows=self.groups.windows,
+            max_num_new_tokens=self.groups.max_num_new_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             hash_function=self.hash_function,
         )
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole pool can hold."""
-        return self.pool.num_blocks * self.block_size
+        """Tokens of the longest text that the whole pool can hold."""
+        return self.groups.longest_text(self.pool.num_blocks)
 
     @property
     def num_wasted_slots(self) -> int:
-        """Slots in tables without a token; at most block_size - 1 a request."""
-        return self._num_table_slots - self._num_filled_slots
+        """Slots in tables without a token; at most block_size - 1 a request and group."""
+        return (self._num_table_slots - self._num_filled_slots) * len(self.groups)
 
     @property
     def request_ids(self) -> Sequence[str]:
@@ -89,7 +116,11 @@ class KVCacheManager:
 
     def block_ids(self, request: Request) -> BlockIds:
         """The whole table."""
-        return (tuple([block.block_id for block in self._tables[request.request_id].blocks]),)
+        table = self._tables[request.request_id]
+        return tuple(
+            (NO_BLOCK,) * (table.num_blocks - len(blocks)) + tuple([block.block_id for block in blocks])
+            for blocks in table.blocks
+        )
 
     def _finds_blocks(self, request: Request) -> bool:
         """By their hashes. Without a prefix cache only the samples of one prompt do; `extra_keys` keep others away."""
@@ -112,37 +143,54 @@ class KVCacheManager:
 
     # Admission
 
-    def get_computed_blocks(self, request: Request, max_num_tokens: int) -> tuple[list[KVCacheBlock], ...]:
+    def get_computed_blocks(self, request: Request, max_num_tokens: int) -> ComputedBlocks:
         """Leading blocks of the request that are in the cache already, no more than max_num_tokens; holds nothing."""
+        groups = range(len(self.groups))
         if not self._finds_blocks(request):
-            return ([],)
+            return ComputedBlocks(0, tuple([] for _ in groups))
         extend_block_hashes(request, self.block_size, self.hash_function)
-        blocks: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes[: max_num_tokens // self.block_size]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return (blocks,)
+        block_hashes = request.block_hashes[: max_num_tokens // self.block_size]
+        num_blocks, longer = len(block_hashes), None
+        while num_blocks != longer:  # until all groups agree
+            longer = num_blocks
+            for group in groups:
+                num_blocks = self._longest_hit(block_hashes, group, num_blocks)
+        found: list[list[KVCacheBlock]] = []
+        for group in groups:
+            needed = block_hashes[self.groups.num_left_behind(group, num_blocks * self.block_size) : num_blocks]
+            found.append([block for name in needed if (block := self.pool.find(name, group)) is not None])
+        return ComputedBlocks(num_blocks, tuple(found))
 
-    def can_admit(self, request: Request, computed_blocks: tuple[list[KVCacheBlock], ...], num_spare: int) -> bool:
+    def _longest_hit(self, block_hashes: Sequence[bytes], group: int, limit: int) -> int:
+        """The most leading blocks, up to limit, of which the cache has all that this group needs."""
+        if not self.groups.windows[group]:
+            return next((i for i in range(limit) if self.pool.find(block_hashes[i], group) is None), limit)
+        num_blocks = first_found = limit
+        while first_found > self.groups.num_left_behind(group, num_blocks * self.block_size):
+            first_found -= 1
+            if self.pool.find(block_hashes[first_found], group) is None:
+                num_blocks = first_found
+        return num_blocks
+
+    def can_admit(self, request: Request, computed_blocks: ComputedBlocks, num_spare: int) -> bool:
         """Whether all tokens that the request has now fit, with num_spare blocks left for the others."""
-        (hits,) = computed_blocks
-        num_blocks = -(-len(request.token_ids) // self.block_size)
-        num_taken = num_blocks - len(hits) + sum(block.ref_count == 0 for block in hits)
+        num_taken = self.groups.num_blocks(len(request.token_ids))
+        for hits in computed_blocks.blocks:
+            num_taken += sum(block.ref_count == 0 for block in hits) - len(hits)
         return num_taken + num_spare <= self.pool.num_free
 
-    def admit(self, request: Request, computed_blocks: tuple[list[KVCacheBlock], ...]) -> int:
+    def admit(self, request: Request, computed_blocks: ComputedBlocks) -> int:
         """Gives the request a table that begins with these blocks; returns how many tokens they hold."""
-        (hits,) = computed_blocks
+        num_blocks, blocks = computed_blocks
         assert request.request_id not in self._tables
         self.stop_expecting(request)
-        self.pool.hold(hits)
-        for block in hits:
-            if block.is_pending:
-                self._pending_users.setdefault(block, []).append(request)
-        num_tokens = len(hits) * self.block_size
-        self._tables[request.request_id] = _Table(list(hits), num_tokens, len(hits))
+        for hits in blocks:
+            self.pool.hold(hits)
+            for block in hits:
+                if block.is_pending:
+                    self._pending_users.setdefault(block, []).append(request)
+        num_tokens = num_blocks * self.block_size
+        self._tables[request.request_id] = _Table(num_blocks, tuple(map(list, blocks)), num_tokens, num_blocks)
         self._num_table_slots += num_tokens
         self._num_filled_slots += num_tokens
         return num_tokens
@@ -164,22 +212,35 @@ class KVCacheManager:
 
     def _grow(self, request: Request, table: _Table, end: int) -> BlockIds | None:
         num_blocks = -(-end // self.block_size)
-        num_added = num_blocks - len(table.blocks)
-        if num_added > self.pool.num_free:
+        num_added = num_blocks - table.num_blocks
+        self._leave_behind(table, request.num_computed_tokens)
+        if num_added * len(self.groups) > self.pool.num_free:
             return None
-        added = self.pool.allocate(num_added)
-        table.blocks += added
         first_written = request.num_computed_tokens // self.block_size
-        assert all(block.ref_count == 1 for block in table.blocks[first_written:]), "a shared block would be written"
-        self._num_table_slots += len(added) * self.block_size
+        block_ids = []
+        for blocks in table.blocks:
+            added = self.pool.allocate(num_added)
+            block_ids.append(tuple([block.block_id for block in added]))
+            blocks += added
+            written = blocks[len(blocks) - (num_blocks - first_written) :]
+            assert all(block.ref_count == 1 for block in written), "a shared block would be written"
+        self._num_table_slots += num_added * self.block_size
         self._num_filled_slots += end - table.num_filled
-        table.num_filled = end
+        table.num_blocks, table.num_filled = num_blocks, end
         table.next_event = num_blocks * self.block_size + 1
         if self._finds_blocks(request):
             self._offer_full_blocks(request, table)
             if end < num_blocks * self.block_size:
                 table.next_event -= 1  # to offer the last block once it is full
-        return (tuple([block.block_id for block in added]),)
+        return tuple(block_ids)
+
+    def _leave_behind(self, table: _Table, num_computed_tokens: int) -> None:
+        """Gives back what no token to come sees. All of it was published: it was computed before this step."""
+        for group, blocks in enumerate(table.blocks):
+            num_left = self.groups.num_left_behind(group, num_computed_tokens) - (table.num_blocks - len(blocks))
+            if num_left > 0:
+                self.pool.free(blocks[:num_left])
+                del blocks[:num_left]
 
     def _offer_full_blocks(self, request: Request, table: _Table) -> None:
         """Full of known tokens, that is: drafts are not."""
@@ -187,9 +248,11 @@ class KVCacheManager:
         if num_full <= table.num_offered:
             return
         extend_block_hashes(request, self.block_size, self.hash_function)
-        for i in range(table.num_offered, num_full):
-            if self.pool.offer(table.blocks[i], request.block_hashes[i]):
-                self._pending.setdefault(request.request_id, []).append(table.blocks[i])
+        for group, blocks in enumerate(table.blocks):
+            first = table.num_blocks - len(blocks)
+            for i in range(table.num_offered, num_full):
+                if self.pool.offer(blocks[i - first], request.block_hashes[i], group):
+                    self._pending.setdefault(request.request_id, []).append(blocks[i - first])
         table.num_offered = num_full
 
     def publish(self) -> None:
@@ -219,19 +282,19 @@ class KVCacheManager:
         """Gives the request's blocks back, last block first: ends of chains are evicted before prefixes."""
         assert request.request_id not in self._pending, "blocks that are pending are withdrawn or published first"
         table = self._tables.pop(request.request_id)
-        self._num_table_slots -= len(table.blocks) * self.block_size
+        self._num_table_slots -= table.num_blocks * self.block_size
         self._num_filled_slots -= table.num_filled
-        for block in table.blocks if self._copies or self._pending_users else ():
+        for block in table.from_the_end() if self._copies or self._pending_users else ():
             if block in self._copies:
                 self.pool.free((self._copies.pop(block),))
             if block in self._pending_users and request in self._pending_users[block]:
                 self._pending_users[block].remove(request)
-        self.pool.free(reversed(table.blocks))
+        self.pool.free(table.from_the_end())
 
     def forget(self, request: Request) -> None:
-        """Nobody shall hit what this request computed: its logits were not finite."""
-        for block in self._tables[request.request_id].blocks:
-            self.pool.forget(block)
+        """Nobody shall hit what this request computed, and left behind: its logits were not finite."""
+        for block_hash in request.block_hashes[: self._tables[request.request_id].num_offered]:
+            self.pool.forget_content(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Nothing that is cached now will be hit; no step may be under way."""
@@ -250,19 +313,21 @@ class KVCacheManager:
         assert child.request_id not in self._tables
         table = self._tables[parent.request_id]
         num_full, num_rest = divmod(table.num_filled, self.block_size)
-        if num_rest and self.pool.num_free == 0:
+        if num_rest and self.pool.num_free < len(self.groups):
             return False
-        blocks = table.blocks[:num_full]
-        self.pool.hold(blocks)
-        if num_rest:
-            (target,) = self.pool.allocate(1)
-            source = table.blocks[num_full]
-            source = self._copies.get(source, source)  # a copy that is not made yet: take what it is made of
-            self.pool.hold((source,))
-            self._copies[target] = source
-            blocks.append(target)
-        self._tables[child.request_id] = _Table(blocks, table.num_filled, min(table.num_offered, num_full))
-        self._num_table_slots += len(blocks) * self.block_size
+        shared = tuple(blocks[: len(blocks) - bool(num_rest)] for blocks in table.blocks)
+        for blocks, own in zip(shared, table.blocks, strict=True):
+            self.pool.hold(blocks)
+            if num_rest:
+                (target,) = self.pool.allocate(1)
+                source = own[-1]
+                source = self._copies.get(source, source)  # a copy that is not made yet: take what it is made of
+                self.pool.hold((source,))
+                self._copies[target] = source
+                blocks.append(target)
+        num_offered = min(table.num_offered, num_full)
+        self._tables[child.request_id] = _Table(table.num_blocks, shared, table.num_filled, num_offered)
+        self._num_table_slots += table.num_blocks * self.block_size
         self._num_filled_slots += table.num_filled
         return True
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pagedllm.errors import ErrorCode, RequestError
+from pagedllm.kv_groups import KVGroups
 from pagedllm.request import Request
 
 
 def why_never(
-    request: Request, *, max_model_len: int, max_num_seqs: int, num_blocks: int, block_size: int
+    request: Request, *, max_model_len: int, max_num_seqs: int, num_blocks: int, groups: KVGroups
 ) -> RequestError | None:
     """None if the request can run alone; its max_output_tokens is lowered to what max_model_len leaves already."""
 
     def error(code: ErrorCode, text: str) -> RequestError:
         return RequestError(code, text, index=request.prompt_index)
 
-    num_tokens, num_slots = request.num_prompt_tokens, num_blocks * block_size
+    num_tokens, num_slots = request.num_prompt_tokens, groups.longest_text(num_blocks)
     if num_tokens == 0:
         return error("empty_prompt", "the prompt has no tokens")
     if num_tokens > max_model_len:
@@ -29,18 +30,17 @@ def why_never(
         width = request.beam_search.beam_width
         if width > max_num_seqs:
             return error("never_fits", f"beam_width={width} never fits: max_num_seqs is {max_num_seqs}")
-        num_needed = num_blocks_of_beams(request, width, min(max_model_len, num_slots + 1), block_size)
+        num_needed = num_blocks_of_beams(request, width, min(max_model_len, num_slots + 1), groups)
         if num_needed > num_blocks:
             num_output = request.max_output_tokens
             text = f"{width} beams of {num_tokens:,} + {num_output:,} tokens never fit: they take {num_needed:,} blocks"
-            return error("never_fits", f"{text} of {block_size}, the KV cache holds {num_blocks:,}")
+            return error("never_fits", f"{text} of {groups.block_size}, the KV cache holds {num_blocks:,}")
     return None
 
 
-def num_blocks_of_beams(request: Request, width: int, max_num_tokens: int, block_size: int) -> int:
+def num_blocks_of_beams(request: Request, width: int, max_num_tokens: int, groups: KVGroups) -> int:
     """At their full length: the prompt's full blocks once, all others for each beam. No token follows the last one."""
-    num_shared = request.num_prompt_tokens // block_size
     if request.max_output_tokens == 1:
         width = 1  # it ends before it branches
     num_tokens = min(request.num_prompt_tokens + request.max_output_tokens, max_num_tokens) - 1
-    return num_shared + width * (-(-num_tokens // block_size) - num_shared)
+    return groups.num_blocks_of_branches(request.num_prompt_tokens, num_tokens, width)

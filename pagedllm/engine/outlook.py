@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagedllm.kv_groups import KVGroups
 from pagedllm.request import Request
 
 
@@ -20,8 +21,7 @@ class OutputOutlook:
         expected = request.max_output_tokens * self._num_tokens // self._num_allowed
         return min(request.max_output_tokens, max(expected, request.num_output_tokens + 1))
 
-    def num_blocks_ahead(self, request: Request, block_size: int) -> int:
-        """That the request is expected to take yet, besides those of its present tokens; at least one."""
-        num_tokens = len(request.token_ids)
+    def num_blocks_ahead(self, request: Request, groups: KVGroups) -> int:
+        """That the request is expected to take yet, besides those of its present tokens; at least one a group."""
         num_to_come = self.num_output_tokens(request) - request.num_output_tokens
-        return max(1, -(-(num_tokens + num_to_come) // block_size) - -(-num_tokens // block_size))
+        return groups.num_blocks_ahead(len(request.token_ids), num_to_come)

@@ -95,7 +95,7 @@ class RequestStates:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             num_blocks=self.kv_cache.pool.num_blocks,
-            block_size=self.kv_cache.block_size,
+            groups=self.kv_cache.groups,
         )
         if error is not None:
             request.error, request.finish_reason = error, "error"

@@ -23,9 +23,16 @@ MIN_SHARE = 0.05  # of the time that makes a limit worth a word
 class Work:
     """All that a run has to do."""
 
-    num_requests: int
-    num_input_tokens: int  # of prompts, but for those that the prefix cache should have
-    max_output_tokens: int
+    num_requests: int = 0
+    num_input_tokens: int = 0  # of prompts, but for those that the prefix cache should have
+    max_output_tokens: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_requests + other.num_requests,
+            self.num_input_tokens + other.num_input_tokens,
+            self.max_output_tokens + other.max_output_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -167,24 +174,29 @@ class RunLog:
 
 
 class _Fit:
-    """Least squares of seconds = a x prompt tokens + b x decoded tokens; drawn to a = b where all steps are alike."""
+    """Least squares of seconds = a x prompt tokens + b x decoded tokens; drawn to a = b where all steps are alike.
+
+    The n-th step weighs n: long rows come first, and what is left is more like what was done lately.
+    """
 
     def __init__(self) -> None:
-        self._pp = self._pd = self._dd = self._tp = self._td = self._t = 0.0
-        self._num_tokens = 0
+        self._pp = self._pd = self._dd = self._tp = self._td = self._t = self._tokens = 0.0
+        self._num_steps = 0
 
     def add(self, seconds: float, num_prompt: int, num_decoded: int) -> None:
-        self._pp += num_prompt * num_prompt
-        self._pd += num_prompt * num_decoded
-        self._dd += num_decoded * num_decoded
-        self._tp += seconds * num_prompt
-        self._td += seconds * num_decoded
-        self._t += seconds
-        self._num_tokens += num_prompt + num_decoded
+        self._num_steps += 1
+        weight = self._num_steps
+        self._pp += weight * num_prompt * num_prompt
+        self._pd += weight * num_prompt * num_decoded
+        self._dd += weight * num_decoded * num_decoded
+        self._tp += weight * seconds * num_prompt
+        self._td += weight * seconds * num_decoded
+        self._t += weight * seconds
+        self._tokens += weight * (num_prompt + num_decoded)
 
     def seconds_per_token(self) -> tuple[float, float]:
         """Of prompts and of outputs; both together explain the whole time."""
-        mean = self._t / max(1, self._num_tokens)
+        mean = self._t / max(1.0, self._tokens)
         pull = 1e-3 * (self._pp + self._dd) + 1e-9
         pp, dd = self._pp + pull, self._dd + pull
         tp, td = self._tp + pull * mean, self._td + pull * mean

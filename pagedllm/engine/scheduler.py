@@ -123,10 +123,12 @@ class Scheduler(RequestStates):
     def _schedule_admissions(self, scheduled: dict[str, ScheduledRequest], budget: int) -> int:
         """Looks at the head of the waiting queue only; returns the budget that is left.
 
-        A request is admitted if all its present tokens fit and each running one could still take one more block: they
-        will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are expected to
-        ask for, and this one too, unless nobody runs.
+        A request is admitted if all its present tokens fit and each running one could still take one more block a KV
+        group: they will ask for it within block_size steps. A policy that plans ahead leaves room for all that they are
+        expected to ask for, and this one too, unless nobody runs.
         """
+        if not budget or self._num_free_seqs() < 1:  # most steps: nothing to sum up
+            return budget
         num_spare = self._num_blocks_to_come()
         while budget and self._waiting:
             request = self._waiting[0][-1]
@@ -140,7 +142,7 @@ class Scheduler(RequestStates):
             num_own = self._num_own_blocks_ahead(request) if self.running else 0
             if not self.kv_cache.can_admit(request, computed_blocks, num_spare + num_own):
                 break
-            num_spare += max(num_own, 1)
+            num_spare += max(num_own, len(self.kv_cache.groups))
             heapq.heappop(self._waiting)
             num_cached_tokens = self.kv_cache.admit(request, computed_blocks)
             self._count_admission(request, num_cached_tokens)
@@ -188,11 +190,11 @@ class Scheduler(RequestStates):
     def _num_blocks_to_come(self) -> int:
         """Blocks to leave free for those that run."""
         if not self.policy.plans_ahead or not self._waiting:
-            return len(self.running)
+            return len(self.running) * len(self.kv_cache.groups)
         return sum(map(self._num_blocks_ahead, self.running))
 
     def _num_blocks_ahead(self, request: Request) -> int:
-        return self._outlook.num_blocks_ahead(request, self.kv_cache.block_size)
+        return self._outlook.num_blocks_ahead(request, self.kv_cache.groups)
 
     def _num_own_blocks_ahead(self, request: Request) -> int:
         """To find free, besides those of its present tokens, for one that waits while others run."""
@@ -202,7 +204,7 @@ class Scheduler(RequestStates):
             num_seqs = max(num_seqs, min(request.num_samples, self._num_free_seqs()))
         if num_seqs > 1 and request.num_samples == 0:  # beams branch without being asked again
             num_tokens = self._groups[request.family_id].num_tokens_to_branch
-            num_ahead = max(num_ahead, 1 + num_tokens // self.kv_cache.block_size)
+            num_ahead = max(num_ahead, (1 + num_tokens // self.kv_cache.block_size) * len(self.kv_cache.groups))
         return num_seqs * num_ahead
 
     def _preempt_victim(self, scheduled: dict[str, ScheduledRequest]) -> int:
@@ -277,10 +279,10 @@ class Scheduler(RequestStates):
         fork; of the rest the first waits. Returns how many began."""
         family = self._families[leader.family_id]
         leader.num_samples = 1
-        num_started, num_spare = 0, self._num_blocks_to_come()
+        num_started, num_spare, num_groups = 0, self._num_blocks_to_come(), len(self.kv_cache.groups)
         for token_id, entry in zip(sampled[1:], logprobs[1:] or repeat(None)):  # noqa: B905
             sample = family.unstarted[0]
-            num_spare += 1 + (self._num_blocks_ahead(sample) if self.policy.plans_ahead else 1)
+            num_spare += num_groups + (self._num_blocks_ahead(sample) if self.policy.plans_ahead else num_groups)
             has_room = self._num_free_seqs() > 0 and num_spare <= self.kv_cache.pool.num_free
             if not has_room and sample.max_output_tokens > 1:
                 break

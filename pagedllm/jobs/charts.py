@@ -7,6 +7,7 @@ are. Texts stay texts, so a page can be searched; ids differ from chart to chart
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -84,7 +85,8 @@ def _requests(axes: Axes, spans: Sequence[Span]) -> None:
 def _cache(axes: Axes, spans: Sequence[Span], num_blocks: int) -> None:
     used = [100 * span.sum_used_blocks / max(1, span.num_steps * num_blocks) for span in spans]
     _stairs(axes, spans, used, "blocks in use", 0)
-    hits = [100 * span.num_cached_tokens / max(1, span.num_admitted_tokens) for span in spans]
+    began = [span.num_admitted_tokens or math.nan for span in spans]  # a gap where no prompt did
+    hits = [100 * span.num_cached_tokens / tokens for span, tokens in zip(spans, began, strict=True)]
     _stairs(axes, spans, hits, "prompt tokens from the prefix cache", 2)
     axes.set_ylim(0, 105)
     _finish(axes, "%")

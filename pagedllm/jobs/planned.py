@@ -144,12 +144,21 @@ class PlannedWork:
     def plan(self, *, measures: bool, always: bool = False) -> JobPlan:
         """What `steps` will do, for the first window. measures: how fast, if it is a long job, or `always`."""
         window, assembly = self._open_window(), self._assembly
-        order, num_rows = window.order, window.num_rows
+        plan, order = self._describe(window), window.order
+        num_tokens = plan.num_new_tokens + plan.max_output_tokens // 2
+        if len(order) and (always or (measures and is_worth_measuring(assembly, num_tokens))):
+            picks = np.linspace(0, len(order) - 1, min(len(order), assembly.max_num_seqs)).astype(int)
+            prompts = [window.tokens.token_ids(index) for index in order[picks].tolist()]
+            plan = replace(plan, speed=measure_speed(assembly, prompts))
+        return plan
+
+    def _describe(self, window: Window) -> JobPlan:
+        assembly, order, num_rows = self._assembly, window.order, window.num_rows
         lengths = window.tokens.num_bytes() // TOKEN_BYTES
         num_samples = np.asarray(window.num_samples, np.int64)
         limits = np.asarray(window.max_output_tokens, np.int64) * num_samples
         num_wanted = int((lengths + limits * EXPECTED_SHARE)[order].sum()) - window.num_shared_tokens
-        plan = JobPlan(
+        return JobPlan(
             engine=assembly.info,
             num_rows=len(self.table.rows),
             is_whole=self._is_scanned,
@@ -167,12 +176,6 @@ class PlannedWork:
             bytes_per_block=assembly.bytes_per_block,
             first_prompt=self._first_prompt,
         )
-        num_tokens = plan.num_new_tokens + plan.max_output_tokens // 2
-        if len(order) and (always or (measures and is_worth_measuring(assembly, num_tokens))):
-            picks = np.linspace(0, len(order) - 1, min(len(order), assembly.max_num_seqs)).astype(int)
-            prompts = [window.tokens.token_ids(index) for index in order[picks].tolist()]
-            plan = replace(plan, speed=measure_speed(assembly, prompts))
-        return plan
 
     def close(self) -> None:
         """Gives the file of token ids back. May be called again."""
@@ -186,6 +189,7 @@ class PlannedWork:
                 yield self._build_request(window, int(index))
             window.tokens.close()
             self._window = None
+            del window  # before the next one is read
             if self._is_scanned:
                 return
 
@@ -225,6 +229,7 @@ class PlannedWork:
         is_first, window.num_rows = self._count_equal_rows(window)
         window.order = self._order(window, is_first)
         self._tell_scanned(self.table, window)
+        self._report.add_work(self._describe(window).work, len(self.table.rows), is_all=self._is_scanned)
         return window
 
     def _count_equal_rows(self, window: Window) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pagedllm.engine.run_log import Ended, RunLog, Span
+from pagedllm.engine.run_log import Ended, RunLog, Span, Work
 from pagedllm.jobs.plan import JobPlan
 from pagedllm.outputs import RequestOutput
 
@@ -99,6 +99,9 @@ class JobReport:
     output_lengths: Histogram = field(default_factory=Histogram)
     latencies: Histogram = field(default_factory=Histogram)
     failed_rows: list[FailedRow] = field(default_factory=list)
+    work: Work = field(default_factory=Work)  # of all windows that were planned by now
+    num_known_rows: int = 0  # in them
+    knows_all_rows: bool = False
     ended: Ended = field(default_factory=Ended)
     _slowest: list[SlowRow] = field(default_factory=list)  # a heap
 
@@ -151,17 +154,19 @@ class JobReport:
     def slowest_rows(self) -> list[SlowRow]:
         return sorted(self._slowest, reverse=True)
 
+    def add_work(self, work: Work, num_rows: int, *, is_all: bool) -> None:
+        """What the rows of one more window cost; num_rows: of the input that are known by now."""
+        self.work = self.work + work
+        self.num_known_rows, self.knows_all_rows = num_rows, is_all
+
     def seconds_left(self, num_rows: int | None = None) -> float | None:
-        """Of this run, from now on; num_rows: of the whole job, where the plan covers its first window only."""
-        if self.plan is None or self.log is None:
-            return None
-        plan = self.plan
-        left = self.log.seconds_left(plan.work, self.ended)
-        if left is None or plan.is_whole:
+        """Of this run, from now on; num_rows: of the input, while not all of them are known to the plan."""
+        left = None if self.log is None else self.log.seconds_left(self.work, self.ended)
+        if left is None or self.knows_all_rows:
             return left
-        if num_rows is None:
+        if num_rows is None or not self.num_known_rows:
             return None
-        return (self.seconds + left) * max(num_rows, plan.num_rows) / plan.num_rows - self.seconds
+        return (self.seconds + left) * max(num_rows, self.num_known_rows) / self.num_known_rows - self.seconds
 
     def limits(self) -> list[str]:
         """What limited the run, the most important first."""
@@ -179,7 +184,7 @@ class JobReport:
     def to_dict(self, *, has_texts: bool = False) -> dict[str, Any]:
         """Plain values for JSON. has_texts: outputs of the slowest rows, messages of the failed ones."""
         log = self.log
-        names = [name for name in self.__slots__ if name.startswith("num_")]
+        names = [name for name in self.__slots__ if name.startswith("num_") and name != "num_known_rows"]
         histograms = {"prompt_tokens": self.prompt_lengths, "output_tokens": self.output_lengths}
         histograms["seconds"] = self.latencies
         return {

@@ -6,6 +6,7 @@ a switch here, never a test on a model's name.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +45,7 @@ class AttentionKind:
     rope: RopeConfig | None = None  # None: no rotation
     softcap: float = 0.0
     has_sinks: bool = False
-    kv_group: int = 0
+    kv_group: int = 0  # whose block table its layer reads; layer_groups.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,4 +113,17 @@ class ModelConfig:
 
     @property
     def num_kv_groups(self) -> int:
-        return 1 + max(layer.attention.kv_group for layer in self.layers)
+        return len(self.kv_windows)
+
+    @property
+    def kv_windows(self) -> tuple[int, ...]:
+        """Of each KV group: 0 where one of its layers sees all earlier keys, else the widest."""
+        windows: dict[int, list[int]] = {}
+        for layer in self.layers:
+            windows.setdefault(layer.attention.kv_group, []).append(layer.attention.window)
+        return tuple(max(windows[group]) if all(windows[group]) else 0 for group in range(len(windows)))
+
+    @property
+    def num_layers_per_block(self) -> int:
+        """Of the largest KV group."""
+        return max(Counter(layer.attention.kv_group for layer in self.layers).values())

@@ -149,6 +149,15 @@ class Decoder:
         return logits
 
     @property
+    def num_weight_bytes(self) -> int:
+        return self.memory.num_taken
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row depends on nothing but its request: not where products are torch's (the twins, emulation)."""
+        return self.namespace == "pagedllm"
+
+    @property
     def runs_only_kernels(self) -> bool:
         """Whether `forward` calls our kernels and nothing that torch computes, so that it can be recorded."""
         adds_alone = self.config.has_post_norms and not self.config.has_pre_norms  # `_add` without a norm

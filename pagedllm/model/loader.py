@@ -17,6 +17,7 @@ from pagedllm.model.config import ModelConfig
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.family import Family
 from pagedllm.model.hf_config import shown
+from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.linear import WeightFormat, WeightSlot
 from pagedllm.model.registry import find_family, read_model_config
 from pagedllm.ops.attention import AttentionBackend
@@ -85,8 +86,12 @@ def load_model(
     backend: AttentionBackend,
     namespace: str,
     weight_format: WeightFormat | None = None,
+    max_model_len: int | None = None,
 ) -> Decoder:
-    """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit."""
+    """Builds and fills a Decoder. Raises ModelError naming the setting or the tensor that does not fit.
+
+    max_model_len: layers are put into KV groups for texts up to it, or to the model's own length; None: into one group.
+    """
     family = find_family(checkpoint.config, checkpoint.path)
     config = read_model_config(checkpoint.config, checkpoint.path)
     if config.head_dim not in backend.supported_head_dims:
@@ -94,6 +99,8 @@ def load_model(
             f"{checkpoint.path}: head_dim {config.head_dim} is not supported; the kernels have "
             f"{', '.join(map(str, backend.supported_head_dims))}"
         )
+    if max_model_len is not None:
+        config = group_layers(config, min(max_model_len, config.max_position))
     decoder = Decoder(config, dtype, backend, namespace, weight_format)  # zeros, which take no memory yet
     family = family.of_checkpoint(config, checkpoint.names())
     slots = family.tensor_slots(decoder.slots(), config)

@@ -75,6 +75,12 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     return family
 
 
+def has_family(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names an architecture that is known here; it may be wrong in other ways."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(family.architecture in architectures for family in FAMILIES)
+
+
 def read_model_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """config.json as a ModelConfig. Raises ModelError, by name, for whatever is missing, wrong or unknown."""
     family = find_family(config, path)

@@ -99,22 +99,25 @@ def paged_attention_with(
         num_new = end - begin
         if num_new == 0:
             continue
-        num_blocks = -(-length // layout.block_size(k_cache))
-        k, v = layout.read_blocks(k_cache, v_cache, block_table[seq, :num_blocks])
+        block_size = layout.block_size(k_cache)
+        lowest = max(0, length - num_new + 1 - window) if window > 0 else 0  # key that the first new token sees
+        first_block, end_block = lowest // block_size, -(-length // block_size)
+        k, v = layout.read_blocks(k_cache, v_cache, block_table[seq, first_block:end_block])
         group = q.shape[1] // k.shape[1]
-        k, v = (x[:length].float().repeat_interleave(group, 1) for x in (k, v))
+        seen = slice(lowest - first_block * block_size, length - first_block * block_size)
+        k, v = (x[seen].float().repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         query_position = torch.arange(length - num_new, length)[:, None]
-        key_position = torch.arange(length)[None]
+        key_position = torch.arange(lowest, length)[None]
         is_visible = key_position <= query_position
         if window > 0:
             is_visible &= key_position > query_position - window
         scores = scores.masked_fill(~is_visible, -torch.inf)
         if sinks is not None:  # a key of no value that takes its share of the softmax
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, num_new, 1)), -1)
-        weights = scores.softmax(-1)[..., :length]
+        weights = scores.softmax(-1)[..., : length - lowest]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
 
 
@@ -142,7 +145,8 @@ def paged_attention(
     """Causal attention of new tokens over their sequences' blocks; K and V of the new tokens are already written.
 
     out, q:   [num_tokens, num_q_heads, head_dim], rows may be strided, heads and features contiguous
-    k_cache, v_cache: one layer's, in the backend's layout; slots past a sequence's end may hold anything, NaN too
+    k_cache, v_cache: one layer's, in the backend's layout; slots past a sequence's end may hold anything, NaN too, and
+              so may those before the window of its first new token, whose entries in block_table may be any block
     sinks:    [num_q_heads] float32 or None (gpt-oss)
     scale:    multiplies q.k;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
     window:   0 = all earlier keys, else the last `window` keys, the token itself included

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from pagedllm.model.checkpoint import Checkpoint, Stored
 from pagedllm.model.decoder import weight_bytes
 from pagedllm.model.hub import locate
 from pagedllm.model.loader import open_checkpoint
-from pagedllm.model.registry import read_model_config
+from pagedllm.model.registry import has_family, read_model_config
 from pagedllm.ops.library import load_kernels
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.kv_cache import bytes_per_block
@@ -36,7 +37,7 @@ class Footprint:
     weight_bytes: int
     dtype: str
     kv_bytes: int  # of one request of num_tokens
-    num_tokens: int
+    num_tokens: int  # 0: not known yet
     available: int
 
     @property
@@ -44,16 +45,20 @@ class Footprint:
         return self.weight_bytes + self.kv_bytes <= self.available
 
     def __str__(self) -> str:
+        kv = (
+            f", + {self.kv_bytes / GIB:.1f} GiB KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
+        )
         return (
             f"{self.stored.num_bytes / GB:.1f} GB on disk ({self.stored.kind}), "
-            f"{self.weight_bytes / GIB:.1f} GiB in memory as {self.dtype}, "
-            f"+ {self.kv_bytes / GIB:.1f} GiB KV for one {self.num_tokens:,}-token request; "
+            f"{self.weight_bytes / GIB:.1f} GiB in memory as {self.dtype}{kv}; "
             f"available {self.available / GIB:.1f} GiB: {'fits' if self.fits else 'does not fit'}"
         )
 
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
     """Raises ModelError where config.json is not understood."""
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not has_family(checkpoint.config)):
+        return _measure_foreign(dtype, checkpoint, stored)
     model = read_model_config(checkpoint.config, checkpoint.path)
     backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
     longest = min(model.max_position, config.max_model_len or model.max_position, REQUEST_TOKENS)
@@ -64,6 +69,19 @@ def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, st
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes=num_blocks * bytes_per_block(model, backend, config.block_size, dtype),
         num_tokens=longest,
+        available=read_memory_limits().free,
+    )
+
+
+def _measure_foreign(dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
+    """Of a model that transformers computes. What its cache takes is known when it has been loaded and run."""
+    num_weights = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    return Footprint(
+        stored=stored,
+        weight_bytes=num_weights * dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_bytes=0,
+        num_tokens=0,
         available=read_memory_limits().free,
     )
 

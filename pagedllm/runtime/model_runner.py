@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagedllm.errors import RequestError
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
@@ -38,7 +39,7 @@ NUM_SAMPLES = attrgetter("num_samples")
 class ModelRunner:
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         backend: AttentionBackend,
         namespace: str,
         kv_cache: KVCache,
@@ -69,8 +70,12 @@ class ModelRunner:
         self.buffers = decoder.allocate_buffers(
             max_num_batched_tokens, num_logits_rows(max_num_seqs, max_num_batched_tokens)
         )
-        self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
-        self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers) if recorder else None
+        self.scorer: PromptScorer | None = None
+        self.decode_tapes: DecodeTapes | None = None
+        if isinstance(decoder, Decoder):
+            self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
+            if recorder is not None:
+                self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with torch_threads(self.num_threads), torch.inference_mode():
@@ -125,8 +130,8 @@ class ModelRunner:
     def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             tensor = torch.tensor(pairs, dtype=torch.int32, device="cpu")
-            for layer in self.kv_cache.layers:
-                self.backend.copy_blocks(layer, tensor)
+            for k_and_v in self.kv_cache.tensors:
+                self.backend.copy_blocks(k_and_v, tensor)
 
     def _sample(self, plan: SchedulerOutput, batch: ForwardBatch, logits: Tensor) -> ModelRunnerOutput:
         """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
@@ -159,6 +164,7 @@ class ModelRunner:
 
     def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """The output with the logprobs of prompt tokens; the step's logits are done with."""
+        assert self.scorer is not None
         scores = self.scorer.score(batch)
         is_finite = list(output.is_finite)
         for seq, rows in scores.items():

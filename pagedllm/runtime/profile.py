@@ -1,7 +1,8 @@
 """Measures a full step before the KV cache is sized: what memory is left with its buffers in use, and its duration.
 
 On a CPU one layer of each kind and the LM head are run at full budget, and the durations are multiplied by
-how often each occurs: the whole model would keep the user of an 8B model waiting for a minute.
+how often each occurs: the whole model would keep the user of an 8B model waiting for a minute. A model that is
+run by transformers is run as a whole, once: its layers are not ours to call.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedllm.model.buffers import DecoderBuffers
+from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.config import LayerConfig
-from pagedllm.model.decoder import Decoder
+from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.model.rope import RopeTables
-from pagedllm.ops.attention import AttentionBackend
+from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
@@ -35,9 +39,9 @@ class StepProfile:
 
 
 def profile_step(
-    decoder: Decoder, backend: AttentionBackend, *, block_size: int, num_tokens: int, num_logits: int
+    decoder: CausalModel, backend: AttentionBackend, *, block_size: int, num_tokens: int, num_logits: int
 ) -> StepProfile:
-    """Runs layers on zeros: num_tokens new tokens in sequences of the model's length at most, num_logits wanted."""
+    """Runs zeros: num_tokens new tokens in sequences of the model's length at most, num_logits wanted."""
     config = decoder.config
     longest = min(num_tokens, config.max_position)
     batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups)
@@ -45,6 +49,25 @@ def profile_step(
     kv_cache = KVCache(config, backend, batch.block_tables[0].size, block_size, decoder.dtype)
     metadata = MetadataBuilder(backend, config).build(batch)
     buffers = decoder.allocate_buffers(num_tokens, num_logits)
+    if isinstance(decoder, Decoder):
+        seconds = _time_layers(decoder, batch, metadata, kv_cache, buffers, num_logits)
+        free_bytes = read_memory_limits().free
+    else:
+        seconds, free_bytes = _time_model(decoder, batch, metadata, kv_cache, buffers, num_logits)
+    kv_cache.close()
+    return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)
+
+
+def _time_layers(
+    decoder: Decoder,
+    batch: ForwardBatch,
+    metadata: AttentionMetadata,
+    kv_cache: KVCache,
+    buffers: DecoderBuffers,
+    num_logits: int,
+) -> float:
+    """Seconds of a step, from one layer of each kind and the head."""
+    config, num_tokens = decoder.config, len(batch.token_ids)
     rows, attention_rows = buffers.step_rows(num_tokens), buffers.attention_rows(num_tokens)
     rows.hidden.zero_()
     rows.normed.zero_()
@@ -59,11 +82,36 @@ def profile_step(
         layer.finish(rows)
 
     seconds = _duration(run_head)
-    for kind, count in Counter[LayerConfig](config.layers).items():
-        seconds += count * _duration(partial(run_layer, config.layers.index(kind)))
-    free_bytes = read_memory_limits().free
-    kv_cache.close()
-    return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)
+    kinds = [replace(layer, attention=replace(layer.attention, kv_group=0)) for layer in config.layers]
+    for kind, count in Counter[LayerConfig](kinds).items():
+        seconds += count * _duration(partial(run_layer, kinds.index(kind)))
+    return seconds
+
+
+def _time_model(
+    decoder: CausalModel,
+    batch: ForwardBatch,
+    metadata: AttentionMetadata,
+    kv_cache: KVCache,
+    buffers: Any,
+    num_logits: int,
+) -> tuple[float, int]:
+    """Seconds of a step, and the least memory that was free while its layers ran: their tensors are torch's."""
+    from pagedllm.model.transformers_model import TransformersDecoder  # loaded already, where there is one
+
+    assert isinstance(decoder, TransformersDecoder)
+    inputs = DecoderInput(
+        torch.from_numpy(batch.token_ids),
+        torch.from_numpy(batch.positions),
+        (),
+        torch.arange(num_logits, dtype=torch.int32, device="cpu"),
+    )
+    free_bytes = [read_memory_limits().free]
+    with decoder.calling_after_modules(lambda: free_bytes.append(read_memory_limits().free)):
+        begin = time.perf_counter()
+        decoder.forward(inputs, metadata, kv_cache.layers, buffers)
+        seconds = time.perf_counter() - begin
+    return seconds, min(free_bytes)
 
 
 def _full_batch(num_tokens: int, longest: int, block_size: int, num_kv_groups: int) -> ForwardBatch:

@@ -13,6 +13,7 @@ import torch
 
 from pagedllm.config import EngineConfig
 from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
+from pagedllm.kv_groups import KVGroups
 from pagedllm.ops.attention import SUPPORTED_BLOCK_SIZES
 
 GIB = 1 << 30
@@ -87,14 +88,15 @@ def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: flo
     return max(MIN_NUM_BATCHED_TOKENS, fitting // BUDGET_STEP * BUDGET_STEP)
 
 
-def resolve_pool(config: EngineConfig, *, max_position: int, bytes_per_block: int, free_bytes: int) -> PoolSize:
+def resolve_pool(
+    config: EngineConfig, groups: KVGroups, *, max_position: int, bytes_per_block: int, free_bytes: int
+) -> PoolSize:
     """How many blocks fit, and how long a request may be.
 
     max_position: the length in the model's config; free_bytes: what is left for the pool after weights and buffers.
     The pool takes `kv_cache_memory_bytes`, or `gpu_memory_utilization` of what is free, but never more than
     max_num_seqs requests of max_model_len could fill, and it always holds one request of max_model_len.
     """
-    block_size = config.block_size
     wanted_len = max_position if config.max_model_len is None else config.max_model_len
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ValueError(
@@ -106,17 +108,18 @@ def resolve_pool(config: EngineConfig, *, max_position: int, bytes_per_block: in
         budget = int(free_bytes * config.gpu_memory_utilization)
         source = f"{free_bytes / GIB:.2f} GiB free x gpu_memory_utilization={config.gpu_memory_utilization}"
     num_blocks = budget // bytes_per_block
-    if num_blocks < 1:
-        raise NotEnoughMemoryError(f"no memory for a KV cache: {source} holds no block of {bytes_per_block:,} bytes")
+    if num_blocks < len(groups):
+        number = "no block" if num_blocks < 1 else f"fewer than {len(groups)} blocks"
+        raise NotEnoughMemoryError(f"no memory for a KV cache: {source} holds {number} of {bytes_per_block:,} bytes")
     notice = None
-    longest = num_blocks * block_size
+    longest = groups.longest_text(num_blocks)
     if wanted_len > longest:
         if config.max_model_len is not None:
             raise ValueError(
-                f"max_model_len={wanted_len:,} does not fit: {source} holds {num_blocks:,} blocks of {block_size} "
-                f"tokens; the largest that fits is {longest:,}"
+                f"max_model_len={wanted_len:,} does not fit: {source} holds {num_blocks:,} blocks of "
+                f"{groups.block_size} tokens; the largest that fits is {longest:,}"
             )
         notice = f"max_model_len lowered from {wanted_len:,} to {longest:,}: the KV cache holds no more ({source})"
         wanted_len = longest
-    usable = resolve_max_num_seqs(config) * -(-wanted_len // block_size)
+    usable = resolve_max_num_seqs(config) * groups.num_blocks(wanted_len)
     return PoolSize(min(num_blocks, usable), bytes_per_block, wanted_len, notice)

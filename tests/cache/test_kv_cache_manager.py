@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedllm.cache.kv_cache_manager import NO_BLOCK_IDS, KVCacheManager
+from pagedllm.cache.kv_cache_manager import NO_BLOCK_IDS, ComputedBlocks, KVCacheManager
 from pagedllm.request import Request
 from tests.engine.fakes import assert_manager_conserved, make_request
 
@@ -15,7 +15,7 @@ def free_ids(manager: KVCacheManager) -> list[int]:
 
 def hit_ids(manager: KVCacheManager, request: Request, limit: int | None = None) -> list[int]:
     limit = len(request.token_ids) - 1 if limit is None else limit
-    (blocks,) = manager.get_computed_blocks(request, limit)
+    (blocks,) = manager.get_computed_blocks(request, limit).blocks
     return [block.block_id for block in blocks]
 
 
@@ -153,10 +153,10 @@ def test_admission_counts_free_blocks_that_a_hit_would_take() -> None:
     manager.free(first)
     second = make_request("second", range(12))
     blocks = manager.get_computed_blocks(second, 11)
-    assert [block.block_id for block in blocks[0]] == [0, 1]
+    assert [block.block_id for block in blocks.blocks[0]] == [0, 1]
     assert manager.can_admit(second, blocks, num_spare=0)
     assert not manager.can_admit(second, blocks, num_spare=1)
-    assert not manager.can_admit(make_request("long", range(13)), ([],), num_spare=0)
+    assert not manager.can_admit(make_request("long", range(13)), ComputedBlocks(0, ([],)), num_spare=0)
 
 
 def test_a_pending_block_is_hit_in_its_own_step_and_published_after_it() -> None:

@@ -3,7 +3,8 @@
 FakeRunner plays the runner's part of the contract to the letter and checks the scheduler's: it keeps rows by the plan's
 news alone, writes tokens into slots of a fake KV pool, and "attends" by reading a sequence back through its blocks.
 So a wrong block, a hit on something never computed, a forgotten row or a write into a shared block changes a token or
-trips an assertion.
+trips an assertion. With windows there is a table for each KV group, over the same slots; what a window hides is not
+read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +68,7 @@ def reference_tokens(request: Request, next_token: NextToken = hashed_token) -> 
 @dataclass
 class _Row:
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]  # per KV group
     seed: int
     sample_index: int
     num_logprobs: int | None
@@ -80,6 +82,7 @@ class FakeRunner:
     block_size: int
     max_num_seqs: int
     next_token: NextToken = hashed_token
+    windows: tuple[int, ...] = (0,)
     non_finite: set[str] = field(default_factory=set)
     plans: list[SchedulerOutput] = field(default_factory=list)
     rows: dict[str, _Row] = field(default_factory=dict)
@@ -91,15 +94,16 @@ class FakeRunner:
         self.plans.append(plan)
         self._update_rows(plan)
         self._copy_blocks(plan)
-        written: dict[int, str] = {}
+        written: set[int] = set()
         for scheduled in plan.scheduled:  # K and V of the whole batch are written before anyone attends
             row = self.rows[scheduled.request_id]
             end = scheduled.num_computed_tokens + scheduled.num_new_tokens
             assert scheduled.num_new_tokens > 0
             assert end <= len(row.token_ids)
-            for position in range(scheduled.num_computed_tokens, end):
-                slot = self._slot(row, position)
-                assert written.setdefault(slot, scheduled.request_id) == scheduled.request_id, "two requests, one slot"
+            for group, position in product(range(len(self.windows)), range(scheduled.num_computed_tokens, end)):
+                slot = self._slot(row, position, group)
+                assert slot not in written, "a slot is written twice"
+                written.add(slot)
                 self.slots[slot] = row.token_ids[position]
         return self._sample(plan)
 
@@ -112,10 +116,13 @@ class FakeRunner:
             if scheduled.new_request is not None:
                 assert scheduled.request_id not in self.rows, "a row is taken twice"
                 new = scheduled.new_request
-                self.rows[scheduled.request_id] = _Row([], [], new.seed, new.sample_index, new.sampling_params.logprobs)
+                self.rows[scheduled.request_id] = _Row(
+                    [], tuple([] for _ in self.windows), new.seed, new.sample_index, new.sampling_params.logprobs
+                )
             row = self.rows[scheduled.request_id]
             row.token_ids += scheduled.new_token_ids
-            row.block_ids += scheduled.new_block_ids[0]
+            for block_ids, new_block_ids in zip(row.block_ids, scheduled.new_block_ids):  # noqa: B905
+                block_ids += new_block_ids
         assert len(self.rows) <= self.max_num_seqs
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
@@ -126,8 +133,14 @@ class FakeRunner:
             for i in range(self.block_size):
                 self.slots[target * self.block_size + i] = self.slots[source * self.block_size + i]
 
-    def _slot(self, row: _Row, position: int) -> int:
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, row: _Row, position: int, group: int) -> int:
+        return row.block_ids[group][position // self.block_size] * self.block_size + position % self.block_size
+
+    def _read(self, row: _Row, num_computed_tokens: int, end: int, group: int) -> list[int]:
+        """What the new tokens attend to; before the first one's window, which it does not see, the row's own ids."""
+        window = self.windows[group]
+        first = max(0, num_computed_tokens + 1 - window) if window else 0
+        return row.token_ids[:first] + [self.slots[self._slot(row, i, group)] for i in range(first, end)]
 
     def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         sampled: list[tuple[int, ...]] = []
@@ -146,7 +159,8 @@ class FakeRunner:
                 sampled.append(())
                 logprobs.append(())
                 continue
-            seen = [self.slots[self._slot(row, position)] for position in range(end)]
+            views = [self._read(row, scheduled.num_computed_tokens, end, g) for g in range(len(self.windows))]
+            seen = next((view for view in views if view != row.token_ids), views[0])
             if not scheduled.num_samples:
                 assert row.num_logprobs is not None
                 sampled.append(())
@@ -250,10 +264,18 @@ def make_engine(
     policy: Policy | None = None,
     enable_prefix_caching: bool = True,
     next_token: NextToken = hashed_token,
+    windows: tuple[int, ...] = (0,),
 ) -> tuple[EngineCore, FakeRunner]:
-    runner = FakeRunner(num_blocks, block_size, max_num_seqs, next_token)
+    runner = FakeRunner(num_blocks, block_size, max_num_seqs, next_token, windows)
+    kv_cache = KVCacheManager(
+        num_blocks,
+        block_size,
+        windows=windows,
+        max_num_new_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+    )
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        kv_cache,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -279,9 +301,9 @@ def assert_slots_conserved(engine: EngineCore) -> None:
     running = {request.request_id: request for request in engine.scheduler.running}
     assert set(engine.scheduler.kv_cache.request_ids) == set(running)
     for request in running.values():
-        (block_ids,) = engine.scheduler.kv_cache.block_ids(request)
-        waste = len(block_ids) * engine.scheduler.kv_cache.block_size - request.num_computed_tokens
-        assert 0 <= waste < engine.scheduler.kv_cache.block_size
+        for block_ids in engine.scheduler.kv_cache.block_ids(request):
+            waste = len(block_ids) * engine.scheduler.kv_cache.block_size - request.num_computed_tokens
+            assert 0 <= waste < engine.scheduler.kv_cache.block_size
 
 
 def assert_manager_conserved(kv_cache: KVCacheManager) -> None:
@@ -295,16 +317,21 @@ def assert_manager_conserved(kv_cache: KVCacheManager) -> None:
     holders = {block.block_id: 0 for block in pool.blocks}
     num_slots = num_filled = 0
     for table in kv_cache._tables.values():
-        num_slots += len(table.blocks) * kv_cache.block_size
-        num_filled += table.num_filled
-        for block in table.blocks:
-            holders[block.block_id] += 1
+        for group, blocks in enumerate(table.blocks):
+            num_left = table.num_blocks - len(blocks)
+            assert 0 <= num_left <= kv_cache.groups.num_left_behind(group, table.num_filled)
+            num_slots += table.num_blocks * kv_cache.block_size
+            num_filled += table.num_filled
+            for block in blocks:
+                holders[block.block_id] += 1
     for source in kv_cache._copies.values():
         holders[source.block_id] += 1
     assert [block.ref_count for block in pool.blocks] == [holders[i] for i in range(pool.num_blocks)]
     assert kv_cache.num_wasted_slots == num_slots - num_filled
-    cached = {block.block_hash: block for block in pool.blocks if block.block_hash is not None}
-    assert cached == pool._cached_blocks
+    cached = [block for block in pool.blocks if block.block_hash is not None]
+    assert {(block.group, block.block_hash): block for block in cached} == {
+        (group, name): block for group, blocks in enumerate(pool._cached_blocks) for name, block in blocks.items()
+    }
 
 
 def assert_idle(engine: EngineCore) -> None:

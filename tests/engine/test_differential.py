@@ -15,6 +15,7 @@ from pagedllm.cache.kv_cache_manager import KVCacheManager
 from pagedllm.engine.core import EngineCore
 from pagedllm.engine.policy import FCFSPolicy, OfflinePolicy, Policy, PriorityPolicy
 from pagedllm.engine.scheduler import Scheduler
+from pagedllm.kv_groups import KVGroups
 from pagedllm.request import Request
 from tests.engine.fakes import (
     FakeRunner,
@@ -115,22 +116,36 @@ CHUNKS = (1, 3, 4, 5, 12, 4096)  # 1, B - 1, B, B + 1, 3 B, huge
 POLICIES: list[Policy] = [FCFSPolicy(), PriorityPolicy(), OfflinePolicy(), RandomVictim()]
 
 
-@pytest.mark.parametrize(("num_blocks", "chunk"), [*product((ROOMY, STARVED), CHUNKS)])
-def test_settings_change_nothing(num_blocks: int, chunk: int) -> None:
+WINDOWS = ((0,), (6,), (0, 6, 6))  # per KV group
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "chunk", "windows"),
+    [*product((ROOMY, STARVED), CHUNKS, [(0,)]), *product((200, STARVED), (3, 12), WINDOWS[1:])],
+)
+def test_settings_change_nothing(num_blocks: int, chunk: int, windows: tuple[int, ...]) -> None:
+    is_starved = num_blocks == STARVED
+    if is_starved:  # one text of so many full blocks
+        num_blocks = KVGroups(4, windows, chunk).num_blocks(4 * STARVED)
     requests = make_requests(seed=1, number=24)
     expected = expected_answers(requests)
     for is_cached, policy, is_reversed in product((False, True), POLICIES, (False, True)):
         requests = make_requests(seed=1, number=24)
         engine, _ = make_engine(
-            num_blocks, 4, max_num_batched_tokens=chunk, enable_prefix_caching=is_cached, policy=policy
+            num_blocks,
+            4,
+            max_num_batched_tokens=chunk,
+            enable_prefix_caching=is_cached,
+            policy=policy,
+            windows=windows,
         )
         ended = run_all(engine, requests[::-1] if is_reversed else requests)
         assert answers(requests) == expected
         assert len(ended) == len(requests)
         assert_idle(engine)
-        if num_blocks == STARVED and chunk == 4096 and not policy.plans_ahead:
+        if is_starved and chunk >= 12 and not policy.plans_ahead:
             assert engine.stats.num_preemptions > 0
-        if is_cached and num_blocks == ROOMY:
+        if is_cached and not is_starved:
             assert engine.stats.num_cached_tokens > 0
 
 
@@ -158,6 +173,7 @@ def test_alone_cold_warm_and_in_company_are_the_same() -> None:
     chunk=st.integers(1, 40),
     is_cached=st.booleans(),
     policy=st.sampled_from(POLICIES),
+    windows=st.sampled_from(WINDOWS),
     data=st.data(),
 )
 def test_random_settings_arrivals_and_aborts_change_nothing_for_the_others(
@@ -168,16 +184,18 @@ def test_random_settings_arrivals_and_aborts_change_nothing_for_the_others(
     chunk: int,
     is_cached: bool,
     policy: Policy,
+    windows: tuple[int, ...],
     data: st.DataObject,
 ) -> None:
     num_blocks = -(-num_slots // block_size)
     engine, _ = make_engine(
-        num_blocks,
+        num_blocks * len(windows),
         block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=chunk,
         enable_prefix_caching=is_cached,
         policy=policy,
+        windows=windows,
     )
     arriving = make_requests(seed, 15, max_prompt=20, max_output=12)
     unaborted, returned = [], []

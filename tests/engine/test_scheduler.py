@@ -178,7 +178,7 @@ def test_the_plan_loses_what_a_scheduled_victim_had_offered_to_the_cache() -> No
     plan = scheduler.schedule()
     assert shares(plan) == [("a", 2, 1), ("c", 4, 1)]
     assert plan.scheduled[1].new_block_ids == ((1,),)
-    assert scheduler.kv_cache.get_computed_blocks(make_request("b again", b_tokens), 4) == ([],)
+    assert scheduler.kv_cache.get_computed_blocks(make_request("b again", b_tokens), 4).num_blocks == 0
 
 
 def test_priority_serves_lower_numbers_first_and_preempts_the_least_urgent() -> None:

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
-from pagedllm import LLM
+from pagedllm import LLM, SamplingParams
+from pagedllm.engine.run_log import Work
+from pagedllm.jobs import planned, tokens
 from pagedllm.jobs.opening import open_job
 from pagedllm.jobs.plan import JobPlan, Speed, duration
 from tests.fake_assembly import fake_assemble
@@ -85,6 +87,27 @@ def test_a_calibration_changes_no_result(tmp_path, plan_of):
             results.append((report.num_cached_tokens, (tmp_path / f"{plans}.jsonl").read_bytes()))
     assert results[0] == results[1]
     assert results[0][0] == 5 * 32
+
+
+def test_the_plan_of_more_rows_than_one_covers_says_so_and_all_of_them_run(tmp_path, plan_of, monkeypatch):
+    monkeypatch.setattr(planned, "SCAN_ROWS", 4)
+    monkeypatch.setattr(planned, "MAX_ROWS", 8)
+    monkeypatch.setattr(tokens, "MEMORY_BYTES", 64)  # token ids of each window go to a file
+    rows = [{"prompt": f"{i % 5} {i}"} for i in range(30)]
+    plan = plan_of(rows)
+    assert (plan.num_rows, plan.is_whole) == (8, False)
+    assert "8 in the first window, more follow" in plan.text()
+    with LLM("fake") as llm:
+        report = llm.run_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", sampling_params=GREEDY)
+        prompts = [row["prompt"] for row in rows]
+        texts = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False).texts
+    assert report.num_rows == 30
+    assert report.knows_all_rows
+    assert report.work == Work(30, report.num_prompt_tokens, 4 * 30)  # of all windows together
+    assert report.ended.num_requests == 30
+    assert report.seconds_left(30) == 0
+    assert [json.loads(line)["output"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == texts
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl", "out.jsonl.manifest.json"]
 
 
 ENGINE = {

@@ -9,7 +9,6 @@ import pytest
 from pagedllm.engine.run_log import RunLog
 from pagedllm.engine.stats import EngineStats
 from pagedllm.jobs import progress
-from pagedllm.jobs.plan import JobPlan
 from pagedllm.jobs.progress import JobProgress, summary
 from pagedllm.jobs.report import JobReport
 from pagedllm.progress import Bar
@@ -29,25 +28,6 @@ REPORT = JobReport(
     bytes_per_block=4096,
     first_error="row 3: prompt_too_long: 9 tokens exceed max_model_len 8 by 1",
     engine={"deterministic": True},
-)
-
-PLAN = JobPlan(
-    engine={},
-    num_rows=1500,
-    is_whole=True,
-    num_done=0,
-    num_refused=0,
-    num_equal=0,
-    num_to_run=1500,
-    num_prompt_tokens=9000,
-    num_equal_tokens=0,
-    num_shared_tokens=0,
-    num_samples=1500,
-    max_output_tokens=9000,
-    num_blocks_wanted=1500,
-    num_blocks=1024,
-    bytes_per_block=4096,
-    first_prompt="",
 )
 
 
@@ -87,11 +67,11 @@ def test_a_line_tells_how_long_it_will_take(monkeypatch, capsys):
     """In tokens: a third of them takes as long again twice."""
     log = RunLog(EngineStats(64, 16))
     log.seconds_left = lambda work, ended: 200.0
-    report = replace(REPORT, log=log, plan=PLAN)
+    report = replace(REPORT, log=log, num_known_rows=1500, knows_all_rows=True)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     JobProgress(3000, is_quiet=False).show(report)
     assert capsys.readouterr().err.endswith(", 3 min 20 s left\n")
-    window = replace(report, plan=replace(PLAN, is_whole=False))  # of 1,500 rows in the first window: 202 s in all
+    window = replace(report, knows_all_rows=False)  # 1,500 rows by now: 202 s in all
     assert window.seconds_left(3000) == pytest.approx(402)
     assert window.seconds_left(None) is None
 

@@ -14,6 +14,7 @@ from pagedllm.model.hf_config import ACTIVATIONS
 from pagedllm.model.registry import FAMILIES, read_model_config
 from tests.model.configs import REAL_CONFIGS
 from tests.model.family_models import CASES, config_json
+from tests.model.transformers_cases import WITHOUT_FAMILY
 
 ROPE_WORDS = {"longrope": "longrope"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -24,15 +25,34 @@ transformers in float32 on tiny random models: logits within 2e-4 of the largest
 tokens, for the twins and for the compiled kernels. Rows hold what the tested configs of a family use; a setting
 that is not known is refused by name. Weights are read from safetensors in float64, float32, bfloat16 or float16;
 GGUF where the table says so. Activations: {activations}. Ropes: default, linear, dynamic, yarn, longrope, llama3,
-in both spellings of transformers 4 and 5.
+in both spellings of transformers 4 and 5. Layers with a window give back the K and V that their windows have left
+behind; `llm.info()` says what a text of full length takes, and what it would take without that.
 
 Not supported, and refused by name: quantized safetensors (`quantization_config`, MXFP4 of gpt-oss too), alibi,
 LayerNorm of each head of q and k (Command-R+, StableLM 2 12B), `clip_qkv`, attention scaled by layer (`gpt2`),
-Ministral 3. Layers with a window keep the K and V of the whole text. LayerNorm and MLPs without a gate have no CUDA
+Ministral 3. LayerNorm and MLPs without a gate have no CUDA
 kernels yet.
 
 | architecture | GGUF | what its tested configs use |
 |---|---|---|
+"""
+
+BY_TRANSFORMERS = """
+## Run by transformers
+
+A causal language model that is not in the table, and that the installed transformers knows, is run by transformers
+with its attention over our paged cache; a notice says so. `model_impl="transformers"` asks for it, `"pagedllm"` for
+our own decoder only. Tested for equal greedy tokens in float32, in batches, in chunks, from the prefix cache and after
+preemption: {names}; and with softcaps and attention sinks on `Gemma2ForCausalLM` and `GptOssForCausalLM`.
+
+What a layer asks of attention (heads, scale, window, softcap, sinks) is found by a pass over four tokens, and two short
+texts must give the same logits as with the model's own attention before the model is used. Products are torch's, so
+results may differ with the batch: `llm.info()["deterministic"]` is False. Weights are read from safetensors, by
+transformers.
+
+Refused by name: encoders, recurrent layers and convolutions, attention that cannot be replaced (alibi), that is not
+causal, in chunks or with a mask or bias of its own, keys and values of different sizes, heads that differ by layer,
+ropes that change with the longest text of a batch (dynamic, longrope), quantized weights, code from a model's folder.
 """
 
 
@@ -84,7 +104,8 @@ def document() -> str:
     for architecture in sorted(used):
         gguf = "yes" if architecture in in_gguf else ""
         rows.append(f"| `{architecture}` | {gguf} | {', '.join(used[architecture])} |\n")
-    return HEAD.format(activations=", ".join(f"`{name}`" for name in sorted(ACTIVATIONS))) + "".join(rows)
+    head = HEAD.format(activations=", ".join(f"`{name}`" for name in sorted(ACTIVATIONS)))
+    return head + "".join(rows) + BY_TRANSFORMERS.format(names=", ".join(f"`{name}`" for name in WITHOUT_FAMILY))
 
 
 if __name__ == "__main__":

@@ -246,6 +246,18 @@ def test_nan_of_a_token_reaches_the_rows_that_see_it_and_no_others(what: str, gr
         assert int(is_nan.sum()) == len(expected) * is_nan[0].numel()
 
 
+@pytest.mark.parametrize("namespace", [NAMESPACE, "pagedllm_reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_a_window_has_left_behind_may_hold_anything(namespace: str, dtype: torch.dtype) -> None:
+    for block_size, window in ((8, 24), (16, 24), (64, 100), (128, 513), (8, 1)):
+        case = make_case([1, 30, 1], [700, 131, 90], block_size=block_size, dtype=dtype)
+        expected = attend(case, namespace, window=window)
+        for num_new, keys, values in zip(case.q_lens, case.keys, case.values, strict=True):
+            num_left = max(0, len(keys) - num_new + 1 - window) // block_size * block_size
+            keys[:num_left] = values[:num_left] = torch.nan
+        assert torch.equal(bits(attend(case, namespace, window=window)), bits(expected))
+
+
 # ---- the plan
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pagedllm.config import EngineConfig
 from pagedllm.errors import NotSupportedError
+from pagedllm.kv_groups import KVGroups
 from pagedllm.runtime.resolve import (
     GIB,
     PoolSize,
@@ -21,9 +22,10 @@ from pagedllm.runtime.resolve import (
 BLOCK_BYTES = 1 << 20
 
 
-def pool(free_bytes: int = GIB, max_position: int = 2048, **fields: Any) -> PoolSize:
+def pool(free_bytes: int = GIB, max_position: int = 2048, windows: tuple[int, ...] = (0,), **fields: Any) -> PoolSize:
     config = EngineConfig(model="m", **fields)
-    return resolve_pool(config, max_position=max_position, bytes_per_block=BLOCK_BYTES, free_bytes=free_bytes)
+    groups = KVGroups(config.block_size, windows, 512)
+    return resolve_pool(config, groups, max_position=max_position, bytes_per_block=BLOCK_BYTES, free_bytes=free_bytes)
 
 
 def test_the_pool_takes_its_share_of_what_is_free() -> None:

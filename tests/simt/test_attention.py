@@ -149,6 +149,17 @@ def test_a_window_reads_the_keys_of_the_window_only(emulator: Emulator) -> None:
     assert emulator.traffic()["v_cache"].bytes_read == minimum
 
 
+def test_blocks_that_a_window_has_left_behind_may_hold_anything(emulator: Emulator) -> None:
+    for block_size, window in ((8, 24), (16, 24), (64, 100)):
+        batch = make_batch(AttentionCase((1, 30), (300, 131), window=window, block_size=block_size))
+        expected = batch.attend().clone()
+        for seq, (num_new, length) in enumerate(zip(batch.case.q_lens, batch.case.seq_lens, strict=True)):
+            num_left = max(0, length - num_new + 1 - window) // block_size
+            for cache in batch.kv_cache:
+                cache[batch.metadata.block_tables[0][seq, :num_left].long()] = torch.nan
+        assert torch.equal(batch.attend(), expected)
+
+
 def test_output_leaves_in_whole_sectors(emulator: Emulator) -> None:
     batch = make_batch(AttentionCase((70, 1), (70, 50), head_dim=128))
     emulator.profile_begin()
