@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from pagedllm.engine.core import EngineCore
+from pagedllm.errors import PagedLLMError
 from pagedllm.request import Request
 
 SEQS_AHEAD = 4  # requests in the engine, in units of what it runs at once: enough to choose from
@@ -44,6 +45,11 @@ def drive(engine: EngineCore, source: Source) -> Generator[list[Request], None, 
                 in_flight[request.request_id] = request
                 engine.add_request(request)
             ended = engine.step() if in_flight else []
+            if in_flight and not ended and not engine.has_unfinished_requests():
+                raise PagedLLMError(
+                    f"the engine has lost {len(in_flight)} requests: something emptied it during a step "
+                    "(reading EngineCore.scheduler from inside one does)"
+                )
             mine = [request for request in ended if in_flight.pop(request.request_id, None) is not None]
             if len(mine) < len(ended):
                 engine.set_aside(request for request in ended if request not in mine)

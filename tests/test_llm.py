@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedllm import LLM, BatchError, RequestError, SamplingParams
+from pagedllm import LLM, BatchError, PagedLLMError, RequestError, SamplingParams
 from pagedllm.config import EngineConfig
 from pagedllm.engine.scheduler_output import ModelRunnerOutput
 from tests.fake_assembly import END, EOS, VOCAB_SIZE, FakeRunner, fake_assemble
@@ -749,6 +749,14 @@ def test_a_long_list_does_not_stand_in_the_engine_before_the_first_step():
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))
     assert [output.prompt for output in outputs] == prompts
     assert 8 < most <= 4 * 8
+
+
+def test_an_engine_emptied_in_a_step_is_an_error_not_an_endless_loop():
+    with LLM("fake") as llm:
+        engine = llm._assembly.engine
+        llm._assembly.runtime.script = lambda step, plan: engine.scheduler and None
+        with pytest.raises(PagedLLMError, match="the engine has lost 1 requests: something emptied it"):
+            llm.generate("a", SamplingParams(max_tokens=3))
 
 
 def test_prompts_the_engine_has_not_seen_are_aborted_ones_after_an_interrupt():
