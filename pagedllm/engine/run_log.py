@@ -147,7 +147,7 @@ class RunLog:
 
     def limits(self, max_num_batched_tokens: int, max_num_seqs: int, num_blocks: int) -> list[str]:
         """What limited the run, the most important first, each with what it means."""
-        if not self.total.num_steps:
+        if not self.total.num_input_tokens + self.total.num_output_tokens:  # rows that are refused or done need no step
             return []
         whole = max(self.total.seconds, 1e-9)
         shares = {name: seconds / whole for name, seconds in self.limited_seconds.items()}

@@ -311,10 +311,11 @@ def _tell(
             graph_bytes / GIB,
             pool.num_bytes / GIB,
         )
+    whole = f", {longest.num_bytes_without_windows / MIB:.2f} MiB if layers with a window kept all of it"
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "
         "%d tokens, %s bytes each (2 x %d tokens x %d KV heads x %d x %d bytes x %d layers); a text of %s tokens takes "
-        "%.2f MiB, %.2f MiB if layers with a window kept all of it",
+        "%.2f MiB%s",
         decoder.num_weight_bytes / GIB,
         profile.step_bytes / GIB,
         pool.num_bytes / GIB,
@@ -329,7 +330,7 @@ def _tell(
         config.num_layers_per_block,
         f"{pool.max_model_len:,}",
         longest.num_bytes / MIB,
-        longest.num_bytes_without_windows / MIB,
+        whole if longest.num_bytes < longest.num_bytes_without_windows else "",
     )
     if pool.notice:
         logger.warning(pool.notice)
