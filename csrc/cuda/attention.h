@@ -19,7 +19,7 @@ enum AttentionFlag : int32_t {
   kContinues = 2,  // 16 rows: the item goes on from what a shared item left in its slot, within the first split
   // 64 rows: the item's tokens are the only ones of sequences that have these keys in common. `seq` is the first
   // one's place in the merge list, where the others follow; `slot` is the split, counted from each one's first slot;
-  // slot_stride is the least position among them.
+  // slot_stride is the shortest of the sequences: it has all keys that a window leaves any of them.
   kShared = 4,
 };
 struct AttentionMerge {  // 16 rows

@@ -100,7 +100,7 @@ struct ItemContext {
     item.index = index;
     const int seq = item.work.seq;
     item.query_offset = is_shared() ? 0 : p.seq_lens[seq] - (p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]);
-    const int least_position = is_shared() ? item.work.slot_stride : position(item.work.first_row);
+    const int least_position = is_shared() ? p.seq_lens[item.work.slot_stride] - 1 : position(item.work.first_row);
     const int window_begin = p.window > 0 ? least_position - p.window + 1 : 0;
     item.first_visible = window_begin > item.work.first_key ? window_begin : item.work.first_key;
   }
@@ -128,7 +128,7 @@ struct ItemContext {
   }
   __device__ __forceinline__ int q_head(int row) const { return kv_head() * p.group + head_in_group(row); }
   __device__ __forceinline__ const int32_t* block_ids() const {
-    const int seq = is_shared() ? p.merge[1 + work().seq].seq : work().seq;
+    const int seq = is_shared() ? work().slot_stride : work().seq;
     return p.block_table + static_cast<int64_t>(seq) * p.block_table_stride;
   }
 };

@@ -136,8 +136,8 @@ def measure_attention(
         seq_lens=torch.from_numpy(seq_lens),
         block_tables=(tables,),
         slot_mappings=(),
-        work=torch.from_numpy(plan.work),
-        merge=torch.from_numpy(plan.merge),
+        work=(torch.from_numpy(plan.work),),
+        merge=(torch.from_numpy(plan.merge),),
         workspace=torch.empty(plan.workspace_size, dtype=torch.float32, device="cpu"),
     )
     q = torch.randn(num_seqs * num_new, shape.num_q_heads, shape.head_dim, generator=generator).to(dtype)

@@ -32,7 +32,8 @@ SUPPORTED_BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Who attends to what in one step; built once a step, read by every layer.
+    """Who attends to what in one step; built once a step, read by every layer. KV groups of one window have one work
+    list.
 
     Rows of a sequence are packed per KV head: row r is token r // G, query head kv_head * G + r % G, with
     G = num_q_heads / num_kv_heads. Row 0 of `work` and of `merge` is a header whose first element counts the items
@@ -51,9 +52,9 @@ class AttentionMetadata:
     seq_lens: Tensor  # [B] int32, keys of each sequence, new ones included
     block_tables: tuple[Tensor, ...]  # per KV group: [B, max_blocks] int32
     slot_mappings: tuple[Tensor, ...]  # per KV group: [T] int64
-    work: Tensor
-    merge: Tensor
-    workspace: Tensor  # float32, as many elements as the plan asks for
+    work: tuple[Tensor, ...]  # per KV group
+    merge: tuple[Tensor, ...]  # per KV group
+    workspace: Tensor  # float32, as many elements as the largest plan asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +190,13 @@ class AttentionBackend(ABC):
         shape: AttentionShape,
         block_tables: Sequence[NDArray[np.int32]] = (),
         block_size: int = 0,
+        window: int = 0,
     ) -> AttentionPlan:
         """The work list of a step. A row's bits do not depend on it, so it may be made for speed.
 
-        block_tables, one per KV group as in AttentionMetadata, and block_size: where given, a backend may look for
-        sequences that have blocks in common and read those once.
+        block_tables, of the KV groups that it is for, and block_size: where given, a backend may look for sequences
+        that have blocks in common and read those once. window: the widest of these groups' layers, 0 where one has
+        none: nobody sees keys before it, nor need they lie where the tables say.
         """
 
     def write_kv(
@@ -230,7 +233,8 @@ class AttentionBackend(ABC):
         """`paged_attention` on one layer's cache."""
         paged_attention(
             self.namespace, out, q, *kv_cache, metadata.block_tables[kv_group], metadata.cu_seqlens_q,
-            metadata.seq_lens, metadata.work, metadata.merge, metadata.workspace, sinks, scale, softcap, window,
+            metadata.seq_lens, metadata.work[kv_group], metadata.merge[kv_group], metadata.workspace, sinks, scale,
+            softcap, window,
         )  # fmt: skip
 
     def copy_blocks(self, kv_cache: tuple[Tensor, Tensor], pairs: Tensor) -> None:
@@ -258,6 +262,7 @@ class CpuAttentionBackend(AttentionBackend):
         shape: AttentionShape,
         block_tables: Sequence[NDArray[np.int32]] = (),
         block_size: int = 0,
+        window: int = 0,
     ) -> AttentionPlan:
         """Tiles of `rows_per_item` packed rows; those of short runs of new tokens are cut into splits of keys."""
         group = shape.num_q_heads // shape.num_kv_heads

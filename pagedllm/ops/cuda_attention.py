@@ -9,7 +9,8 @@ A tile of rows that sees more than one split of 512 keys is cut in one of two wa
     carried    one item walks the splits and keeps what it has so far in its slots
 
 Decodes are cut in parallel, which keeps the device busy. Prompts are carried: partial results of all their splits would
-be larger than the cache. With `deterministic=False` an item may also reduce all its keys in one go.
+be larger than the cache. With `deterministic=False` an item may also reduce all its keys in one go. Splits that a
+window hides have slots, but no items.
 
 Decodes whose sequences have leading blocks in common are attended together where that saves enough bytes
 (shared_prefix.py): a shared item holds the rows of all of them over keys of one split, and leaves each row's result in
@@ -73,15 +74,17 @@ class CudaAttentionBackend(AttentionBackend):
         shape: AttentionShape,
         block_tables: Sequence[NDArray[np.int32]] = (),
         block_size: int = 0,
+        window: int = 0,
     ) -> AttentionPlan:
         group = shape.num_q_heads // shape.num_kv_heads
         tallest = 128 if shape.head_dim <= 128 else 64
         runs = NO_RUNS
         if block_tables and group <= SLOT_ROWS:
             costs = SharingCosts(group, shape.head_dim, shape.num_kv_heads, SHARED_ROWS, self.shared_launch_bytes)
-            found = find_shared_runs(np.flatnonzero(q_lens == 1), seq_lens, block_tables, block_size, costs)
+            decodes = np.flatnonzero(q_lens == 1)
+            found = find_shared_runs(decodes, seq_lens, block_tables, block_size, costs, window)
             runs = found or NO_RUNS
-        tiles = self._tiles(q_lens, seq_lens, group, tallest, runs)
+        tiles = self._tiles(q_lens, seq_lens, group, tallest, runs, window)
         work = np.concatenate((shared_items(runs, seq_lens, group), own_items(tiles, runs)))
         height = work[:, -1]
         order = np.lexsort((work[:, 3] - work[:, 4], -height))  # kernels' order; within a kernel the longest first
@@ -95,17 +98,27 @@ class CudaAttentionBackend(AttentionBackend):
         )
 
     def _tiles(
-        self, q_lens: NDArray[np.int32], seq_lens: NDArray[np.int32], group: int, tallest: int, runs: SharedRuns
+        self,
+        q_lens: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        group: int,
+        tallest: int,
+        runs: SharedRuns,
+        window: int,
     ) -> Tiles:
         seq, first_row, num_rows, height = row_tiles(q_lens, group, tallest)
-        num_keys = seq_lens[seq] - q_lens[seq] + (first_row + num_rows - 1) // group + 1
+        first_position = seq_lens[seq] - q_lens[seq]
+        first_seen = (first_position + first_row // group + 1 - window).clip(0) if window else np.zeros_like(seq)
+        num_keys = first_position + (first_row + num_rows - 1) // group + 1
         num_splits = -(-num_keys // KV_SPLIT)
         num_groups = height // SLOT_ROWS
         is_parallel = (num_splits > 1) & choose_parallel(seq, num_splits, num_groups)
         is_carried = (num_splits > 1) & ~is_parallel & self.deterministic
         num_slots = np.where(is_parallel, num_groups * num_splits, np.where(is_carried, num_groups, 0))
         num_slots[np.isin(seq, runs.members) & (num_slots == 0)] = 1
-        return Tiles(seq, first_row, num_rows, height, num_keys, num_splits, is_parallel, is_carried, num_slots)
+        return Tiles(
+            seq, first_row, num_rows, height, first_seen, num_keys, num_splits, is_parallel, is_carried, num_slots
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,7 @@ class Tiles:
     first_row: Ints
     num_rows: Ints
     height: Ints  # of the kernel
+    first_seen: Ints  # key that a window leaves the first row
     num_keys: Ints  # that the last row sees
     num_splits: Ints
     is_parallel: NDArray[np.bool_]
@@ -131,7 +145,7 @@ class Tiles:
 
 
 def own_items(tiles: Tiles, runs: SharedRuns) -> Ints:
-    """Of tiles over their own keys: all but what shared items have."""
+    """Of tiles over their own keys: all but what shared items have, and splits that a window hides."""
     items = np.where(tiles.is_parallel, tiles.num_splits, 1)
     tile = np.repeat(np.arange(len(tiles.seq)), items)
     split = np.arange(len(tile)) - np.repeat(items.cumsum() - items, items)
@@ -158,7 +172,8 @@ def own_items(tiles: Tiles, runs: SharedRuns) -> Ints:
         ),
         1,
     )
-    kept: Ints = rows[skipped * KV_TILE < KV_SPLIT]
+    is_kept = (skipped * KV_TILE < KV_SPLIT) & (end_key > tiles.first_seen[tile])
+    kept: Ints = rows[is_kept]
     return kept
 
 
@@ -169,8 +184,8 @@ def shared_items(runs: SharedRuns, seq_lens: NDArray[np.int32], group: int) -> I
     run = np.repeat(np.arange(len(rows)), num_tiles)
     first_row = (np.arange(len(run)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * SHARED_ROWS
     num_rows = np.minimum(SHARED_ROWS, rows[run] - first_row)
-    positions = seq_lens[runs.members] - 1
-    least = np.array([positions[f : f + n].min() for f, n in zip(runs.first, runs.count, strict=True)], np.int64)
+    lengths = seq_lens[runs.members]
+    shortest = [f + lengths[f : f + n].argmin() for f, n in zip(runs.first, runs.count, strict=True)]
     split = runs.split[run]
     return np.stack(
         (
@@ -180,7 +195,7 @@ def shared_items(runs: SharedRuns, seq_lens: NDArray[np.int32], group: int) -> I
             split * KV_SPLIT,
             split * KV_SPLIT + runs.tiles[run] * KV_TILE,
             split,
-            least[run],
+            runs.members[shortest][run],
             np.full(len(run), SHARED),
             np.full(len(run), SHARED_ROWS),
         ),

@@ -7,6 +7,9 @@ a prefix of all, and longer ones of some, are each read once.
 A group saves what all but one read for each item of rows would read again. It costs, where its tiles end inside a
 split, that each row's state is stored and read back (in whole splits it would be stored anyway). Groups that cost more
 are left out, and all of them where together they save less than what a memory moves while one more kernel is started.
+
+Where a window hides the beginning of a text, a sequence counts from the tile on that it sees; what its table names
+before is anybody's. The shortest of a group sees all that any of them sees: the keys are read through its table.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Tables = Sequence[NDArray[np.int32]]
 @dataclass(frozen=True, slots=True)
 class SharedRuns:
     """`members` are sequences; run i is `count[i]` of them from place `first[i]` on, with the same keys at
-    split[i] * 512 + (0 ... tiles[i] * 64 - 1)."""
+    split[i] * 512 + (0 ... tiles[i] * 64 - 1), but for what a window hides: the shortest has all that any sees."""
 
     members: Ints
     first: Ints
@@ -49,39 +52,49 @@ class SharingCosts:
     rows_per_item: int
     launch_bytes: int  # that all groups must save at least
 
-    def saved_bytes(self, counts: Ints, tiles: int) -> Ints:
-        """Of groups of so many sequences with so many tiles in common, for one KV head."""
+    def saved_bytes(self, counts: Ints, tiles: int, hidden: Ints | int = 0, least_hidden: Ints | int = 0) -> Ints:
+        """Of groups of so many sequences with so many tiles in common, for one KV head.
+
+        hidden: of these tiles, what windows hide from the group's sequences, in all; least_hidden: from the shortest.
+        """
         num_items = -(-counts * self.group // self.rows_per_item)
-        saved = (counts - num_items) * (tiles * KV_TILE * self.head_dim * 2 * KV_BYTES)
+        num_tiles = (counts * tiles - hidden) - num_items * (tiles - least_hidden)
+        saved = num_tiles * (KV_TILE * self.head_dim * 2 * KV_BYTES)
         states = counts * self.group * (self.head_dim + 2) * 2 * STATE_BYTES
-        return saved - (states if tiles < TILES_PER_SPLIT else 0)
+        result: Ints = saved - (states if tiles < TILES_PER_SPLIT else 0)
+        return result
 
 
 def find_shared_runs(
-    seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables, block_size: int, costs: SharingCosts
+    seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables, block_size: int, costs: SharingCosts, window: int = 0
 ) -> SharedRuns | None:
-    """Among `seqs`, which index seq_lens and the tables (one per KV group; all must agree). None: nothing to gain."""
-    labels, tiles_of = [], []  # per split [len(seqs)]: group or -1, tiles in common
+    """Among `seqs`, which index seq_lens and the tables. None: nothing to gain.
+
+    block_tables: of the KV groups of one window (0: none), all of which must agree.
+    """
+    lengths = seq_lens[seqs].astype(np.int64)
+    first_seen = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    found: list[_Split] = []
     total = 0
-    longest = int(seq_lens[seqs].max(initial=0))
-    for split in range(-(-longest // KV_SPLIT)):
-        finder = _Split(seqs, seq_lens[seqs], block_tables, block_size, split)
-        if not finder.find(costs):
+    for number in range(int(first_seen.min(initial=0)) // KV_SPLIT, -(-int(lengths.max(initial=0)) // KV_SPLIT)):
+        split = _Split(number, seqs, lengths, first_seen, block_tables, block_size)
+        if split.find(costs):
+            found.append(split)
+            total += split.saved_bytes
+        elif (first_seen < split.end_key).all():
             break
-        labels.append(finder.label)
-        tiles_of.append(finder.tiles)
-        total += finder.saved_bytes
-    if not labels or total * costs.num_kv_heads < costs.launch_bytes:
+    if not found or total * costs.num_kv_heads < costs.launch_bytes:
         return None
+    labels = np.array([split.label for split in found])
     order = np.lexsort(labels[::-1])  # by the first split's group, then the second's: groups lie side by side
-    order = order[(np.array(labels)[:, order] >= 0).any(0)]
+    order = order[(labels[:, order] >= 0).any(0)]
     runs = []
-    for split, (label, tiles) in enumerate(zip(labels, tiles_of, strict=True)):
-        found, shared = label[order], tiles[order]
-        first = np.flatnonzero(np.concatenate(([True], found[1:] != found[:-1])))
-        count = np.diff(np.append(first, len(found)))
-        kept = (found[first] >= 0) & (count > 1)
-        runs.append(np.stack((first, count, np.full(len(first), split), shared[first]))[:, kept])
+    for split in found:
+        label, tiles = split.label[order], split.tiles[order]
+        first = np.flatnonzero(np.concatenate(([True], label[1:] != label[:-1])))
+        count = np.diff(np.append(first, len(label)))
+        kept = (label[first] >= 0) & (count > 1)
+        runs.append(np.stack((first, count, np.full(len(first), split.number), tiles[first]))[:, kept])
     first, count, splits, tiles = np.concatenate(runs, 1)
     return SharedRuns(seqs[order], first, count, splits, tiles)
 
@@ -89,61 +102,101 @@ def find_shared_runs(
 class _Split:
     """Groups of one split."""
 
-    def __init__(self, seqs: Ints, lengths: NDArray[np.int32], tables: Tables, block_size: int, split: int) -> None:
-        self.seqs, self.lengths, self.tables, self.block_size = seqs, lengths, tables, block_size
-        self.first_key = split * KV_SPLIT
-        self.label = np.full(len(seqs), -1)
-        self.tiles = np.zeros(len(seqs), np.int64)
+    def __init__(
+        self, number: int, seqs: Ints, lengths: Ints, first_seen: Ints, tables: Tables, block_size: int
+    ) -> None:
+        """lengths: keys of each of `seqs`; first_seen: the first one that its window shows."""
+        self.number, self.seqs, self.lengths, self.first_seen = number, seqs, lengths, first_seen
+        self.tables, self.block_size = tables, block_size
+        self.first_key, self.end_key = number * KV_SPLIT, (number + 1) * KV_SPLIT
+        self.hidden = (first_seen // KV_TILE - number * TILES_PER_SPLIT).clip(0, TILES_PER_SPLIT)  # tiles
+        self.has_windows = bool((first_seen > self.first_key).any())
+        self.label = np.full(len(seqs), -1)  # group, or none
+        self.tiles = np.zeros(len(seqs), np.int64)  # in common with the group
         self.saved_bytes = 0
 
     def find(self, costs: SharingCosts) -> bool:
         """Fills label, tiles and saved_bytes; whether there is any group."""
         num_groups = 0
-        while len(free := np.flatnonzero(self.label < 0)) > 1:
-            members, groups, gains, tiles = self._best(free, costs)
-            is_worth_it = gains > 0
-            if not is_worth_it.any():
+        can_share = (self.lengths > self.first_key + KV_TILE) & (self.hidden < TILES_PER_SPLIT)
+        while len(free := np.flatnonzero((self.label < 0) & can_share)) > 1:
+            best = self._best(free, costs)
+            if best is None:
                 break
-            kept = is_worth_it[groups]
+            is_worth_it = best.gains > 0
+            kept = is_worth_it[best.groups]
             number = num_groups + is_worth_it.cumsum() - 1
-            self.label[members[kept]] = number[groups[kept]]
-            self.tiles[members[kept]] = tiles
-            self.saved_bytes += int(gains[is_worth_it].sum())
+            self.label[best.members[kept]] = number[best.groups[kept]]
+            self.tiles[best.members[kept]] = best.tiles
+            self.saved_bytes += int(best.gains[is_worth_it].sum())
             num_groups += int(is_worth_it.sum())
         return num_groups > 0
 
-    def _best(self, free: Ints, costs: SharingCosts) -> tuple[Ints, Ints, Ints, int]:
-        """Members, each one's group, bytes that each group saves, and the number of tiles for which that is most."""
-        members, groups, counts = self._groups(free, TILES_PER_SPLIT)
-        if len(counts) == 1 and len(members) == len(free):  # most often: all have the whole split in common
-            return members, groups, costs.saved_bytes(counts, TILES_PER_SPLIT), TILES_PER_SPLIT
-        members, groups, most_counts = self._groups(free, 1)
-        best = members, groups, costs.saved_bytes(most_counts, 1), 1
-        best_saved = 0
-        for tiles in range(TILES_PER_SPLIT, 0, -1):
-            if costs.saved_bytes(most_counts, tiles).clip(0).sum() <= best_saved:
-                break  # even if nobody left their group for having fewer tiles in common
-            members, groups, counts = self._groups(free, tiles)
-            gains = costs.saved_bytes(counts, tiles)
-            if gains.clip(0).sum() > best_saved:
-                best_saved = gains.clip(0).sum()
-                best = members, groups, gains, tiles
+    def _best(self, free: Ints, costs: SharingCosts) -> _Groups | None:
+        """Those whose number of tiles saves most."""
+        best, saved_bytes = None, 0
+        for tiles, most in zip(range(TILES_PER_SPLIT, 0, -1), self._most_sharers(free)[::-1], strict=True):
+            if int(costs.saved_bytes(most[None], tiles)[0]) <= saved_bytes:
+                continue
+            groups = self._groups(free, tiles, costs)
+            if len(groups.members) == len(free) and len(groups.gains) == 1:  # most often: all have the split in common
+                return groups
+            if groups.saved_bytes > saved_bytes:
+                best, saved_bytes = groups, groups.saved_bytes
         return best
 
-    def _groups(self, free: Ints, tiles: int) -> tuple[Ints, Ints, Ints]:
-        """Of those that have more keys than these tiles: the members of groups of two or more, each one's group, and
-        the groups' sizes."""
+    def _most_sharers(self, free: Ints) -> Ints:
+        """For each number of tiles, how many name a block at their end that another one names there too. No groups have
+        more members, nor save more than one of all these would."""
+        end_keys = self.first_key + KV_TILE * np.arange(1, 1 + TILES_PER_SPLIT)
+        table = self.tables[0]
+        blocks = (-(-end_keys // self.block_size) - 1).clip(0, table.shape[1] - 1)
+        ids = table[self.seqs[free]][:, blocks].T
+        is_member = (self.lengths[free] > end_keys[:, None]) & (self.first_seen[free] < end_keys[:, None])
+        ids = np.sort(np.where(is_member, ids, -1 - np.arange(len(free))), 1)
+        is_next = ids[:, 1:] == ids[:, :-1]
+        is_shared = np.zeros(ids.shape, bool)
+        is_shared[:, 1:] = is_next
+        is_shared[:, :-1] |= is_next
+        return is_shared.sum(1)
+
+    def _groups(self, free: Ints, tiles: int, costs: SharingCosts) -> _Groups:
+        """Of two or more that see some of these tiles and have more keys."""
         end_key = self.first_key + tiles * KV_TILE
-        members = free[self.lengths[free] > end_key]  # a sequence's last key is never shared: it has an item of its own
+        # a sequence's last key is never shared: it has an item of its own
+        members = free[(self.lengths[free] > end_key) & (self.hidden[free] < tiles)]
+        if self.has_windows:
+            members = members[self.lengths[members].argsort(kind="stable")]
         begin, end = self.first_key // self.block_size, -(-end_key // self.block_size)
         # The same block at the end means the same blocks before it, unless somebody computed a prefix twice.
         last = self.tables[0][self.seqs[members], end - 1] if len(members) else members
         _, first, groups = np.unique(last, return_index=True, return_inverse=True)
-        like = self.seqs[members[first[groups]]]
+        shortest = members[first]
+        like = self.seqs[shortest[groups]]
         agrees = np.ones(len(members), bool)
         for table in self.tables:
-            agrees &= (table[self.seqs[members], begin:end] == table[like, begin:end]).all(1)
+            differs = table[self.seqs[members], begin:end] != table[like, begin:end]
+            if self.has_windows and len(members):
+                differs &= self.first_seen[members, None] < np.arange(begin + 1, end + 1) * self.block_size
+            agrees &= ~differs.any(1)
         counts = np.bincount(groups[agrees], minlength=len(first))
         is_group = counts > 1
         kept = agrees & is_group[groups]
-        return members[kept], (is_group.cumsum() - 1)[groups[kept]], counts[is_group]
+        members, groups = members[kept], (is_group.cumsum() - 1)[groups[kept]]
+        counts = counts[is_group]
+        hidden = np.bincount(groups, self.hidden[members], minlength=len(counts)).astype(np.int64)
+        gains = costs.saved_bytes(counts, tiles, hidden, self.hidden[shortest[is_group]])
+        return _Groups(members, groups, counts, gains, tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    members: Ints
+    groups: Ints  # of each member
+    counts: Ints  # of each group
+    gains: Ints  # bytes that each group saves, or less than none
+    tiles: int
+
+    @property
+    def saved_bytes(self) -> int:
+        return int(self.gains.clip(0).sum())

@@ -76,13 +76,17 @@ class DecodeGraphs:
         return batch.is_decode and len(batch.rows) <= self.sizes[-1]
 
     def forward(
-        self, batch: ForwardBatch, rope_rows: Sequence[NDArray[np.int32]], plan: AttentionPlan, tail: Sequence[Array]
+        self,
+        batch: ForwardBatch,
+        rope_rows: Sequence[NDArray[np.int32]],
+        plans: Sequence[AttentionPlan],
+        tail: Sequence[Array],
     ) -> tuple[Tensor, list[Tensor] | None]:
         """[B, V] logits as of Decoder.forward, and the tail's arrays on the device: None where they are too large."""
         num_seqs = len(batch.rows)
         size = self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
         arrays = self._padded(size)
-        filled = self._builder.arrays(batch, rope_rows, plan)
+        filled = self._builder.arrays(batch, rope_rows, plans)
         for target, source in zip(arrays, filled, strict=True):
             target[tuple(map(slice, source.shape))] = source
         cu_seqlens_q = arrays[3 + len(rope_rows)]
@@ -98,18 +102,21 @@ class DecodeGraphs:
         builder = self._builder
         group = builder.shape.num_q_heads // builder.shape.num_kv_heads
         tiles = size * -(-group // 16)
-        # own items, and shared ones: fewer than the sequences that share them. The merge list has a place more than
-        # sequences where items may be shared: that makes the launcher start their kernel.
-        work = np.zeros((1 + tiles * self._num_splits * (2 if builder.shares_prefixes else 1), WORK_COLUMNS), np.int32)
-        merge = np.zeros((1 + tiles + builder.shares_prefixes, MERGE_COLUMNS), np.int32)
+        # Of each split that a sequence sees own items, and shared ones: fewer than the sequences that share them. The
+        # merge list has a place more than sequences where items may be shared: the launcher then starts their kernel.
+        items_per_split = tiles * (2 if builder.shares_prefixes else 1)
+        num_splits = [
+            min(self._num_splits, -(-window // KV_SPLIT) + 1) if window else self._num_splits
+            for window in builder.windows
+        ]
         return [
             *(np.zeros(size, np.int32) for _ in range(2)),  # token ids, positions
             np.arange(size, dtype=np.int32),  # logits_indices
             *(np.zeros(size, np.int32) for _ in range(builder.num_ropes)),
             np.zeros(size + 1, np.int32),
             np.zeros(size, np.int32),
-            work,
-            merge,
+            *(np.zeros((1 + items_per_split * splits, WORK_COLUMNS), np.int32) for splits in num_splits),
+            *(np.zeros((1 + tiles + builder.shares_prefixes, MERGE_COLUMNS), np.int32) for _ in num_splits),
             *(np.zeros((size, self._max_blocks), np.int32) for _ in range(builder.num_groups)),
             *(np.full(size, -1, np.int64) for _ in range(builder.num_groups)),
         ]

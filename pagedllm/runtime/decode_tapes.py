@@ -52,30 +52,35 @@ class DecodeTapes:
         if metadata.workspace is not self._workspace:
             self._workspace = metadata.workspace
             self._tapes.clear()
-        num_groups = len(metadata.block_tables)
         tensors = [
             inputs.token_ids, inputs.positions, inputs.logits_indices, *inputs.rope_rows,
-            metadata.cu_seqlens_q, metadata.seq_lens, metadata.work, metadata.merge,
-            *metadata.block_tables, *metadata.slot_mappings,
+            metadata.cu_seqlens_q, metadata.seq_lens, *metadata.block_tables, *metadata.slot_mappings,
+            *dict.fromkeys(metadata.work), *dict.fromkeys(metadata.merge),  # groups have lists in common
         ]  # fmt: skip
         self._make_room(tensors)
-        views = []
+        placed = {}
         for place, tensor in zip(self._places, tensors, strict=True):
             view = place[tuple(map(slice, tensor.shape))]
             view.copy_(tensor)
-            views.append(view)
-        token_ids, positions, logits_indices, *rest = views
-        num_ropes = len(inputs.rope_rows)
-        rope_rows, (cu_seqlens_q, seq_lens, work, merge, *groups) = rest[:num_ropes], rest[num_ropes:]
+            placed[tensor] = view
+
+        def places(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(placed[tensor] for tensor in given)
+
         return (
-            DecoderInput(token_ids, positions, tuple(rope_rows), logits_indices),
+            DecoderInput(
+                placed[inputs.token_ids],
+                placed[inputs.positions],
+                places(inputs.rope_rows),
+                placed[inputs.logits_indices],
+            ),
             AttentionMetadata(
-                cu_seqlens_q=cu_seqlens_q,
-                seq_lens=seq_lens,
-                block_tables=tuple(groups[:num_groups]),
-                slot_mappings=tuple(groups[num_groups:]),
-                work=work,
-                merge=merge,
+                cu_seqlens_q=placed[metadata.cu_seqlens_q],
+                seq_lens=placed[metadata.seq_lens],
+                block_tables=places(metadata.block_tables),
+                slot_mappings=places(metadata.slot_mappings),
+                work=places(metadata.work),
+                merge=places(metadata.merge),
                 workspace=metadata.workspace,
             ),
         )

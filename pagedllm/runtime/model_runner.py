@@ -132,12 +132,12 @@ class ModelRunner:
         variants = self.rows.rope_variant[batch.token_rows]
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
-        plan = builder.plan(batch)
+        plans = builder.plan(batch)
         graphs = self.decode_graphs
         if graphs is not None and graphs.serves(batch):
-            logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
+            logits, staged_tail = graphs.forward(batch, rope_rows, plans, tail)
             return self.decoder.finish_logits(logits), staged_tail or self.stager.stage(tail)
-        arrays = builder.arrays(batch, rope_rows, plan)
+        arrays = builder.arrays(batch, rope_rows, plans)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.decode_tapes is not None and batch.is_decode:

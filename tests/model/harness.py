@@ -129,7 +129,7 @@ class Sequences:
             seq_lens=torch.from_numpy(seq_lens),
             block_tables=(block_table,),
             slot_mappings=(torch.tensor(slots, dtype=torch.int64),),
-            work=torch.from_numpy(plan.work),
-            merge=torch.from_numpy(plan.merge),
+            work=(torch.from_numpy(plan.work),),
+            merge=(torch.from_numpy(plan.merge),),
             workspace=torch.zeros(plan.workspace_size),
         )

@@ -104,3 +104,14 @@ def test_slots_are_disjoint_and_inside_the_workspace() -> None:
         used += [slot + group * stride for group in range(-(-num_rows // 16)) if slot >= 0]
     assert len(used) == len(set(used))
     assert max(used) < result.workspace_size // FLOATS_PER_SLOT
+
+
+def test_splits_that_a_window_hides_have_no_items() -> None:
+    """The token sees keys 700 to 1299; the first row of a prompt 1000 to 1199, its last 1029 to 1228."""
+    lengths = np.array([1300], np.int32)
+    backend = CudaAttentionBackend("pagedllm_simt")
+    decode = backend.plan(np.array([1], np.int32), lengths, AttentionShape(4, 2, 64), window=600)
+    assert decode.work[1:, 3:7].tolist() == [[512, 1024, 1, 3], [1024, 1300, 2, 3]]
+    assert decode.merge.tolist() == [[1, 0, 0, 0], [0, 0, 0, 3]]
+    prompt = backend.plan(np.array([30], np.int32), lengths - 71, AttentionShape(4, 2, 64), window=200)
+    assert sorted(prompt.work[1:, 3].tolist()) == [512, 1024]

@@ -25,8 +25,8 @@ def tables(*sequences: list[tuple[str, int]]) -> np.ndarray:
     return result
 
 
-def find(table: np.ndarray, seq_lens: list[int], costs: SharingCosts = COSTS) -> SharedRuns | None:
-    return find_shared_runs(np.arange(len(table)), np.array(seq_lens, np.int32), (table,), 16, costs)
+def find(table: np.ndarray, seq_lens: list[int], costs: SharingCosts = COSTS, window: int = 0) -> SharedRuns | None:
+    return find_shared_runs(np.arange(len(table)), np.array(seq_lens, np.int32), (table,), 16, costs, window)
 
 
 def runs_of(found: SharedRuns | None) -> list[tuple[list[int], int, int]]:
@@ -75,6 +75,29 @@ def test_equal_blocks_after_different_ones_are_not_a_prefix() -> None:
     """Somebody computed the beginning twice; a split's blocks must all be equal."""
     table = tables([("p", 4), ("q", 4), ("a", 1)], [("r", 4), ("q", 4), ("b", 1)])
     assert find(table, [130, 130]) is None
+
+
+def test_what_a_window_hides_is_neither_shared_nor_compared() -> None:
+    """Of the last 200 keys: from 473, 480 and 620 on, say. Tables name anything before that."""
+    table = tables(
+        [("x", 27), ("p", 15), ("a", 1)], [("y", 28), ("p", 14), ("b", 3)], [("z", 38), ("p", 4), ("c", 10)],
+    )  # fmt: skip
+    table[1, 28:42] = table[0, 28:42]
+    table[2, 38:42] = table[0, 38:42]
+    assert find(table, [673, 680, 820]) is None
+    assert runs_of(find(table, [673, 680, 820], window=200)) == [([0, 1], 0, 8), ([0, 1, 2], 1, 2)]
+    assert runs_of(find(table, [640, 650, 840], window=200)) == [([0, 1], 0, 8), ([0, 1], 1, 1)]
+
+
+def test_windows_are_counted_where_they_begin_in_a_shared_tile() -> None:
+    counts = np.array([3])
+    gains = COSTS.saved_bytes(counts, 8, hidden=np.array([2 + 2 + 5]), least_hidden=np.array([2]))
+    assert gains.tolist() == [(6 + 6 + 3 - 6) * TILE_BYTES]
+
+
+def test_a_late_window_shares_splits_that_others_do_not_see() -> None:
+    table = tables([("p", 1), ("a", 2)], [("p", 1), ("b", 2)], [("q", 80), ("c", 1)], [("q", 80), ("d", 1)])
+    assert runs_of(find(table, [40, 41, 1285, 1286], window=100)) == [([2, 3], 2, 4)]
 
 
 def test_all_kv_groups_must_agree() -> None:

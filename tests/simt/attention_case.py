@@ -44,7 +44,8 @@ class AttentionCase:
 
 @dataclass
 class Batch:
-    """Tensors of a case. Slots that no key lives in hold NaN; block ids past a sequence's end are out of range."""
+    """Tensors of a case. Slots that no key lives in hold NaN; block ids past a sequence's end are out of range, those
+    before its window name a block of NaN."""
 
     case: AttentionCase
     q: Tensor
@@ -83,6 +84,8 @@ class Batch:
                 cache[m.block_tables[0][seq, :num_blocks].long()].transpose(1, 2).flatten(0, 1)[:length].to(dtype)
                 for cache in self.kv_cache
             )
+            if c.window:  # what lies before it is hidden below; 0 * NaN would not be
+                k, v = k.nan_to_num(), v.nan_to_num()
             k, v = (x.repeat_interleave(c.num_q_heads // c.num_kv_heads, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", self.q[begin : begin + num_new].to(dtype), k) * c.scale
             if c.softcap:
@@ -124,6 +127,9 @@ def make_batch(case: AttentionCase) -> Batch:
                 cache[block, :, :num_keys] = torch.randn(c.num_kv_heads, num_keys, c.head_dim, generator=generator).to(
                     c.dtype
                 )
+    for seq, (num_new, length) in enumerate(zip(c.q_lens, c.seq_lens, strict=True)):
+        if c.window:
+            block_table[seq, : max(0, length - num_new + 1 - c.window) // c.block_size] = ids[-1]
     q = (torch.randn(sum(c.q_lens), c.num_q_heads, c.head_dim, generator=generator)).to(c.dtype)
     sinks = torch.randn(c.num_q_heads, generator=generator) if c.has_sinks else None
     return Batch(c, q, (k_cache, v_cache), make_metadata(c, block_table), sinks)
@@ -133,11 +139,12 @@ def make_metadata(c: AttentionCase, block_table: Tensor) -> AttentionMetadata:
     q_lens, seq_lens = (np.array(x, np.int32) for x in (c.q_lens, c.seq_lens))
     backend = CudaAttentionBackend("pagedllm_simt", c.deterministic)
     backend.shared_launch_bytes = 0
-    plan = backend.plan(q_lens, seq_lens, c.shape, (block_table.numpy(),) if c.is_shared else (), c.block_size)
+    tables = (block_table.numpy(),) if c.is_shared else ()
+    plan = backend.plan(q_lens, seq_lens, c.shape, tables, c.block_size, c.window)
     cu_seqlens_q = torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32))
     return AttentionMetadata(
         cu_seqlens_q, torch.from_numpy(seq_lens), (block_table,), (torch.empty(0, dtype=torch.int64),),
-        torch.from_numpy(plan.work), torch.from_numpy(plan.merge), torch.full((plan.workspace_size,), NAN),
+        (torch.from_numpy(plan.work),), (torch.from_numpy(plan.merge),), torch.full((plan.workspace_size,), NAN),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_random_batches_are_as_exact_as_torch_and_break_no_rule(emulator: Emulat
 def test_each_head_dim_and_type_in_items_of_every_height(emulator: Emulator, head_dim: int, dtype: torch.dtype) -> None:
     case = AttentionCase((70, 30, 1), (75, 40, 600), head_dim=head_dim, dtype=dtype, num_q_heads=4, num_kv_heads=2)
     batch = make_batch(case)
-    num_by_height = batch.metadata.work[0, 1:4].tolist()
+    num_by_height = batch.metadata.work[0][0, 1:4].tolist()
     assert num_by_height == ([1, 1, 3] if head_dim <= 128 else [0, 3, 3])  # 128 + 12 rows, 60 rows, a decode in two
     assert relative_error(batch.attend(), batch.expected()) < 5e-3
 
@@ -190,8 +190,8 @@ def test_a_captured_step_serves_other_batches_of_its_size(emulator: Emulator) ->
         AttentionMetadata(
             torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
             (torch.zeros(3, 44, dtype=torch.int32),),
-            large.metadata.slot_mappings, torch.zeros(capacity["work"], 8, dtype=torch.int32),
-            torch.zeros(capacity["merge"], 4, dtype=torch.int32), torch.zeros(capacity["workspace"]),
+            large.metadata.slot_mappings, (torch.zeros(capacity["work"], 8, dtype=torch.int32),),
+            (torch.zeros(capacity["merge"], 4, dtype=torch.int32),), torch.zeros(capacity["workspace"]),
         ),
         None,
     )  # fmt: skip
@@ -206,8 +206,8 @@ def test_a_captured_step_serves_other_batches_of_its_size(emulator: Emulator) ->
         s.cu_seqlens_q.copy_(m.cu_seqlens_q)
         s.seq_lens.copy_(m.seq_lens)
         s.block_tables[0][:, : m.block_tables[0].shape[1]] = m.block_tables[0]
-        s.work.copy_(padded(m.work, capacity["work"]))
-        s.merge.copy_(padded(m.merge, capacity["merge"]))
+        s.work[0].copy_(padded(m.work[0], capacity["work"]))
+        s.merge[0].copy_(padded(m.merge[0], capacity["merge"]))
         emulator.replay()
         assert relative_error(static.out, batch.expected()) < 5e-3
 

@@ -6,6 +6,7 @@ them, all that is left is ours, and settings must change nothing; else that test
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -196,28 +197,35 @@ def test_float16_generates(emulator: Emulator, folders: dict[str, Path]) -> None
     assert tokens["half"] == tokens["bfloat16"]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_attending_prefixes_together_changes_nothing(
-    emulator: Emulator, row_invariant_products: None, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator,
+    row_invariant_products: None,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    """Twelve requests with 90 tokens in common."""
-    prefix = list(range(5, 95))
+    """Twelve requests with 66 tokens in common. Layers with a window and those without are planned each for itself."""
+    prefix = list(range(5, 71))
     prompts = [{"prompt_token_ids": prefix + [100 + n] * (1 + n % 3)} for n in range(12)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    shared_rows = []
+    num_shared: Counter[int] = Counter()  # items, by window
     plan = CudaAttentionBackend.plan
 
-    def watched(*args: Any, **kwargs: Any) -> AttentionPlan:
-        result = plan(*args, **kwargs)
-        shared_rows.append(int((result.work[1:, 7] == SHARED_ITEM).sum()))
+    def watched(*args: Any) -> AttentionPlan:
+        result = plan(*args)
+        num_shared[args[-1]] += int((result.work[1:, 7] == SHARED_ITEM).sum())
         return result
 
     monkeypatch.setattr(CudaAttentionBackend, "plan", watched)
     found = {}
     for launch_bytes in (1 << 60, 0):  # never, always
         monkeypatch.setattr(CudaAttentionBackend, "shared_launch_bytes", launch_bytes)
-        shared_rows.clear()
-        with open_llm(folders["qwen3"], num_full_requests=12, max_num_seqs=12, max_num_batched_tokens=128) as llm:
+        num_shared.clear()
+        with open_llm(folders[kind], num_full_requests=18, max_num_seqs=12, max_num_batched_tokens=128) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
+            windows = llm.info()["kv_windows"]
         found[launch_bytes] = [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
-        assert (sum(shared_rows) > 4) == (launch_bytes == 0)
+        assert set(num_shared) == set(windows)
+        assert all((count > 4) == (launch_bytes == 0) for count in num_shared.values())
     assert found[0] == found[1 << 60]

@@ -42,7 +42,7 @@ def together(batch: Batch) -> Batch:
 
 
 def num_shared_items(batch: Batch) -> int:
-    return int((batch.metadata.work[1:, 7] == 4).sum())
+    return int((batch.metadata.work[0][1:, 7] == 4).sum())
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -99,7 +99,19 @@ def test_a_window_hides_shared_keys_from_those_that_are_past_them(emulator: Emul
     lengths = (PREFIX + 1, PREFIX + 149, PREFIX + 150, PREFIX + 151, PREFIX + 400, 40 + PREFIX, 77)
     batch = make_batch(dataclasses.replace(case, seq_lens=lengths))
     shared = together(batch)
-    assert num_shared_items(shared) == 2
+    assert num_shared_items(shared) == 1  # of the second split: only the first sequence sees some of the first one
+    assert sorted(shared.metadata.merge[0][1:4, 0].tolist()) == [0, 1, 5]
+    assert torch.equal(shared.attend(), batch.attend())
+    assert relative_error(shared.out, batch.expected()) < 5e-3
+
+
+def test_keys_are_read_through_the_table_of_the_shortest(emulator: Emulator) -> None:
+    """Other tables name blocks of NaN where their windows do not reach."""
+    case = case_with_prefix(6, window=400)
+    batch = make_batch(dataclasses.replace(case, seq_lens=(900, 850, 800, 690, 750, 660, 77)))
+    shared = together(batch)
+    items = shared.metadata.work[0][1:]
+    assert items[items[:, 7] == 4, 6].tolist() == [5, 5]
     assert torch.equal(shared.attend(), batch.attend())
     assert relative_error(shared.out, batch.expected()) < 5e-3
 
@@ -108,7 +120,7 @@ def test_what_is_shared_need_not_lie_side_by_side_in_the_batch(emulator: Emulato
     lengths = (300, 310, 320, 330, 340)
     batch = make_batch(AttentionCase((1,) * 5, lengths, prefixes=((0, 0), (0, 0), (0, 256), (1, 256), (0, 256))))
     shared = together(batch)
-    assert shared.metadata.merge[:6, 0].tolist() in ([5, 0, 2, 4, 1, 3], [5, 1, 3, 0, 2, 4])
+    assert shared.metadata.merge[0][:6, 0].tolist() in ([5, 0, 2, 4, 1, 3], [5, 1, 3, 0, 2, 4])
     assert torch.equal(shared.attend(), batch.attend())
 
 
@@ -123,8 +135,8 @@ def test_a_captured_step_serves_batches_with_shared_items_and_without(emulator: 
         batch.kv_cache,
         dataclasses.replace(
             batch.metadata,
-            work=torch.zeros(16, 8, dtype=torch.int32),
-            merge=torch.zeros(6, 4, dtype=torch.int32),
+            work=(torch.zeros(16, 8, dtype=torch.int32),),
+            merge=(torch.zeros(6, 4, dtype=torch.int32),),
             workspace=torch.zeros(max(plan.workspace.numel() for plan in plans)),
         ),
         batch.sinks,
@@ -133,8 +145,8 @@ def test_a_captured_step_serves_batches_with_shared_items_and_without(emulator: 
     static.attend()
     assert len(emulator.capture_end()) == 3  # items of 64 and of 16 rows, merge
     for plan in (*plans, plans[0]):
-        static.metadata.work[: len(plan.work)] = plan.work
-        static.metadata.merge[: len(plan.merge)] = plan.merge
+        static.metadata.work[0][: len(plan.work[0])] = plan.work[0]
+        static.metadata.merge[0][: len(plan.merge[0])] = plan.merge[0]
         static.out.zero_()
         emulator.replay()
         assert torch.equal(static.out, expected)
