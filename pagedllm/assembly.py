@@ -59,8 +59,7 @@ def assemble(config: EngineConfig) -> Assembly:
     begin = time.perf_counter()
     dtype = resolve_dtype(config.dtype, config.kernels, wants_cuda(config.device))
     located = locate(config)
-    # a GPU's memory is looked at when its kernels are there
-    check = None if wants_cuda(config.device) else partial(check_footprint, config, dtype)
+    check = partial(check_footprint, config, dtype)
     checkpoint = open_checkpoint(located.model, config.load_format, config.gguf_file, dtype, check=check)
     opened = time.perf_counter() - begin  # with a GGUF file's conversion, where that is made now
     with ThreadPoolExecutor(1) as thread:  # 0.2 s, beside the packing of the weights

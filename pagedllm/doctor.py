@@ -107,8 +107,8 @@ def check_gpu() -> Finding:
     """The GPU and its driver, as torch sees them; none is fine."""
     import torch
 
-    from pagedllm.ops.library import CUDA_LIBRARY, load_cuda_kernels
-    from pagedllm.runtime.compute_device import open_device
+    from pagedllm.ops.library import CUDA_LIBRARY
+    from pagedllm.runtime.compute_device import load_kernels_of, open_device
 
     driver = _driver_version()
     if torch.version.cuda is None:
@@ -121,7 +121,7 @@ def check_gpu() -> Finding:
         return Finding("warn", "gpu", value, "load the NVIDIA driver, or pass device='cpu'")
     try:
         device = open_device("cuda")
-        load_cuda_kernels()
+        load_kernels_of(device, "auto")
     except PagedLLMError as error:
         # without the library device="auto" takes the CPU
         return Finding("fail" if CUDA_LIBRARY.exists() else "warn", "gpu", f"{error}; driver {driver}")
@@ -219,7 +219,10 @@ def check_model(model: str) -> Iterator[Finding]:
 
 def _how_computed() -> str:
     from pagedllm.ops.library import load_kernels
+    from pagedllm.runtime.compute_device import wants_cuda
 
+    if wants_cuda("auto"):
+        return ""
     if load_kernels().name == "avx512_bf16":
         return ", by this CPU's own bfloat16 products"
     return ", widened to float32 in the kernels: this CPU has no bfloat16 products"

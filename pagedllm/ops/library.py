@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from pagedllm.ops import attention, kv_write, linear, moe, norm, sampling
 from pagedllm.ops._library import Operator
 
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
+SIGNATURES = "pagedllm_signatures"  # the function that lists what a library implements
 LIBRARY_FOLDER = Path(__file__).resolve().parent.parent / "lib"
 CUDA_LIBRARY = LIBRARY_FOLDER / "libpagedllm_cuda.so"
 SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
@@ -123,12 +125,17 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
         )
     try:
         torch.ops.load_library(str(path))
-        get_signatures = ctypes.CDLL(str(path)).pagedllm_signatures
-    except (OSError, AttributeError) as error:
+        get_signatures = getattr(ctypes.CDLL(str(path)), SIGNATURES, None)
+    except OSError as error:
+        reason = explain(str(error.__cause__ or error))  # torch's own error says no more than the path
         raise LibraryError(
-            f"the kernels {path} do not load into torch {torch.__version__} ({error}); "
+            f"the kernels {path} do not load into torch {torch.__version__} ({reason}); "
             f"build them again: {BUILD_COMMAND}"
         ) from error
+    if get_signatures is None:
+        raise LibraryError(
+            f"the kernels {path} are none of pagedllm's: they lack {SIGNATURES!r}; build them again: {BUILD_COMMAND}"
+        )
     get_signatures.restype = ctypes.c_char_p
     defined = [schema for schema in defined_schemas() if schema[: schema.index("(")] not in lacking]
     difference = compare_signatures(defined, get_signatures().decode().splitlines())
@@ -136,6 +143,18 @@ def load_library(path: Path, lacking: frozenset[str] = frozenset()) -> None:
         raise LibraryError(
             f"the kernels {path} were built from other sources: {difference}; build them again: {BUILD_COMMAND}"
         )
+
+
+def explain(error: str) -> str:
+    """What a library wants and does not find here, out of what the system's loader says."""
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    if symbol := re.search(r"undefined symbol: (\w+)", error):
+        return f"they want {symbol[1]!r}, which it lacks: they were built for another torch; this one has {cuda}"
+    if library := re.search(r"(\S+): cannot open shared object file", error):
+        return f"they want {library[1]}, which is not found: they were built for another torch; this one has {cuda}"
+    if version := re.search(r"(\S+): version [`'](\S+)' not found", error):
+        return f"they want {version[2]}, which {version[1]} lacks: they were built on a newer system"
+    return error
 
 
 def defined_schemas() -> list[str]:

@@ -27,6 +27,7 @@ KV_BYTES = 2  # of an element; CUDA's kernels have 16-bit types only
 STATE_BYTES = 4
 
 Ints = NDArray[np.int64]
+NONE: Ints = np.zeros(1, np.int64)
 Tables = Sequence[NDArray[np.int32]]
 
 
@@ -52,7 +53,7 @@ class SharingCosts:
     rows_per_item: int
     launch_bytes: int  # that all groups must save at least
 
-    def saved_bytes(self, counts: Ints, tiles: int, hidden: Ints | int = 0, least_hidden: Ints | int = 0) -> Ints:
+    def saved_bytes(self, counts: Ints, tiles: int, hidden: Ints = NONE, least_hidden: Ints = NONE) -> Ints:
         """Of groups of so many sequences with so many tiles in common, for one KV head.
 
         hidden: of these tiles, what windows hide from the group's sequences, in all; least_hidden: from the shortest.
@@ -61,8 +62,7 @@ class SharingCosts:
         num_tiles = (counts * tiles - hidden) - num_items * (tiles - least_hidden)
         saved = num_tiles * (KV_TILE * self.head_dim * 2 * KV_BYTES)
         states = counts * self.group * (self.head_dim + 2) * 2 * STATE_BYTES
-        result: Ints = saved - (states if tiles < TILES_PER_SPLIT else 0)
-        return result
+        return saved - states if tiles < TILES_PER_SPLIT else saved
 
 
 def find_shared_runs(
@@ -158,7 +158,8 @@ class _Split:
         is_shared = np.zeros(ids.shape, bool)
         is_shared[:, 1:] = is_next
         is_shared[:, :-1] |= is_next
-        return is_shared.sum(1)
+        counts: Ints = is_shared.sum(1)
+        return counts
 
     def _groups(self, free: Ints, tiles: int, costs: SharingCosts) -> _Groups:
         """Of two or more that see some of these tiles and have more keys."""

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
+from pagedllm.errors import LibraryError, NotEnoughMemoryError, NotSupportedError
 from pagedllm.model.host_memory import DeviceMemory, HostMemory, Memory, aligned
-from pagedllm.ops.library import CUDA_LIBRARY
+from pagedllm.ops.library import BUILD_COMMAND, CUDA_LIBRARY, KernelSet, load_cuda_kernels, load_kernels
+from pagedllm.ops.linear import gather_rows
 
 OLDEST_CAPABILITY = (8, 0)  # of the kernels: cp.async, bfloat16 on tensor cores
 Array = NDArray[Any]
@@ -228,7 +229,32 @@ def _open_cuda(device: str, index: int, way_out: str) -> CudaDevice:
     return CudaDevice(index)
 
 
-def out_of_memory(device: ComputeDevice, error: torch.OutOfMemoryError) -> NotEnoughMemoryError:
+def load_kernels_of(device: ComputeDevice, kernels: str) -> KernelSet:
+    """The kernels for its tensors. LibraryError where they are missing, do not load, or do not run there."""
+    loaded = load_cuda_kernels(kernels) if device.torch_device.type == "cuda" else load_kernels(kernels)
+    if isinstance(device, Gpu):
+        _start_one(device, loaded)
+    return loaded
+
+
+def _start_one(device: Gpu, kernels: KernelSet) -> None:
+    """Kernels for other GPUs, or of a CUDA that is newer than the driver, load and then fail to start."""
+    try:
+        source = torch.zeros(1, 8, dtype=torch.bfloat16, device=device.torch_device)
+        index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        gather_rows(kernels.namespace, torch.empty_like(source), source, index)
+        device.trim()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "out of memory" in reason:
+            raise out_of_memory(device, error) from error
+        raise LibraryError(
+            f"the kernels {kernels.path} do not run on {device.name} ({reason}): they were built for other GPUs, or by "
+            f"a newer CUDA than the driver has; build them again: {BUILD_COMMAND}"
+        ) from error
+
+
+def out_of_memory(device: ComputeDevice, error: RuntimeError) -> NotEnoughMemoryError:
     """In one line."""
     reason = str(error).split(". ")[0].splitlines()[0]
     return NotEnoughMemoryError(

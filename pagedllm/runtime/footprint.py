@@ -1,4 +1,4 @@
-"""What a model takes, told from its headers before a tensor is read, and whether that fits this machine.
+"""What a model takes, told from its headers before a tensor is read, and whether that fits this machine, or its GPU.
 
 2.5 GB on disk (4-bit), 7.5 GiB in memory as bfloat16, + 0.3 GiB KV for one 2,048-token request; available 5.9 GiB
 """
@@ -20,10 +20,10 @@ from pagedllm.model.hub import locate
 from pagedllm.model.layer_groups import group_layers
 from pagedllm.model.loader import check_head_dim, open_checkpoint
 from pagedllm.model.registry import read_model_config
-from pagedllm.ops.library import load_kernels
+from pagedllm.runtime.compute_device import Gpu, load_kernels_of, open_device, wants_cuda
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.kv_cache import bytes_per_block
-from pagedllm.runtime.resolve import CPU_MAX_NUM_BATCHED_TOKENS, GIB, resolve_dtype
+from pagedllm.runtime.resolve import CPU_MAX_NUM_BATCHED_TOKENS, GIB, GPU_MAX_NUM_BATCHED_TOKENS, resolve_dtype
 from pagedllm.runtime.startup import choose_formats, is_run_by_transformers
 
 REQUEST_TOKENS = 2048  # of the one request that must fit beside the weights
@@ -57,7 +57,9 @@ class Footprint:
 
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:
-    """Raises ModelError where config.json is not understood, or the kernels do not have its heads' size."""
+    """Raises ModelError where config.json is not understood, or the kernels do not have its heads' size;
+    NotSupportedError and LibraryError where the device or its kernels cannot be used."""
+    device = open_device(config.device)
     if is_run_by_transformers(config.model_impl, checkpoint.config):
         from pagedllm.model.transformers_model import estimate_memory
 
@@ -68,9 +70,10 @@ def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, st
         model = read_model_config(checkpoint.config, checkpoint.path)
         max_model_len = min(model.max_position, config.max_model_len or model.max_position)
         model, longest = group_layers(model, max_model_len), min(max_model_len, REQUEST_TOKENS)
-        backend, weight_format = choose_formats(load_kernels(config.kernels), dtype)
+        backend, weight_format = choose_formats(load_kernels_of(device, config.kernels), dtype)
         check_head_dim(model, backend, checkpoint)
-        num_new_tokens = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+        default_step = GPU_MAX_NUM_BATCHED_TOKENS if device.is_gpu else CPU_MAX_NUM_BATCHED_TOKENS
+        num_new_tokens = config.max_num_batched_tokens or default_step
         groups = KVGroups(config.block_size, model.kv_windows, num_new_tokens)
         num_weight_bytes = weight_bytes(model, weight_format)
         kv_bytes = groups.num_blocks(longest) * bytes_per_block(model, backend, config.block_size, dtype)
@@ -80,7 +83,7 @@ def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, st
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes=kv_bytes,
         num_tokens=longest,
-        available=read_memory_limits().free,
+        available=device.memory().free if isinstance(device, Gpu) else read_memory_limits().free,
     )
 
 
@@ -92,7 +95,7 @@ def look_at(config: EngineConfig) -> tuple[Checkpoint, Footprint]:
         found.append((checkpoint, measure(config, dtype, checkpoint, stored)))
         raise _EnoughError
 
-    dtype = resolve_dtype(config.dtype, config.kernels)
+    dtype = resolve_dtype(config.dtype, config.kernels, wants_cuda(config.device))
     with contextlib.suppress(_EnoughError):
         open_checkpoint(locate(config).model, config.load_format, config.gguf_file, dtype, check=stop)
     return found[0]

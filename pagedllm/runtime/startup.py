@@ -31,8 +31,8 @@ from pagedllm.model.registry import has_family
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionShape, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
-from pagedllm.ops.library import KernelSet, load_cuda_kernels, load_kernels
-from pagedllm.runtime.compute_device import ComputeDevice, Gpu, open_device, out_of_memory
+from pagedllm.ops.library import KernelSet
+from pagedllm.runtime.compute_device import ComputeDevice, Gpu, load_kernels_of, open_device, out_of_memory
 from pagedllm.runtime.cuda_graph import graph_sizes, workspace_size
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, TextMemory, bytes_per_block, text_memory
@@ -108,7 +108,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
     default_step = GPU_MAX_NUM_BATCHED_TOKENS if device.is_gpu else CPU_MAX_NUM_BATCHED_TOKENS
     full_step = config.max_num_batched_tokens or default_step
     clock = _Clock()
-    kernels = load_cuda_kernels(config.kernels) if device.torch_device.type == "cuda" else load_kernels(config.kernels)
+    kernels = load_kernels_of(device, config.kernels)
     backend, weight_format = choose_formats(kernels, dtype, bool(config.deterministic) or not device.is_gpu)
     clock.lap("kernels")
     sizes = {

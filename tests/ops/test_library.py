@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagedllm import doctor
 from pagedllm.errors import LibraryError
+from pagedllm.exit_codes import FAILED
+from pagedllm.machine_commands import doctor_command
 from pagedllm.ops.library import (
     INSTRUCTION_SETS,
     KernelSet,
@@ -17,9 +23,11 @@ from pagedllm.ops.library import (
     compare_signatures,
     cpu_flags,
     defined_schemas,
+    explain,
     load_kernels,
     load_library,
 )
+from tests.runtime.test_compute_device import pretend as pretend_gpu
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -100,35 +108,91 @@ def test_every_operator_is_compared() -> None:
     assert {"packed_linear", "rms_norm", "rope_norm_write_kv", "paged_attention", "sample"} <= names
 
 
-def build(source: str, path: Path) -> None:
+def build(source: str, path: Path, *flags: str) -> None:
     """A shared library out of C++ text."""
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-x", "none", *flags, "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True)
 
 
+SWAPPED = "rms_norm(Tensor(a!) out, Tensor weight, Tensor x, float eps) -> ()"
+SIGNATURES = f'extern "C" const char* pagedllm_signatures() {{ return "{SWAPPED}\\n"; }}\n'
+OF_ANOTHER_TORCH = f'{SIGNATURES} extern "C" int torch_of_tomorrow(); int used() {{ return torch_of_tomorrow(); }}'
+
+
 def test_libraries_that_do_not_fit_are_refused_at_load(tmp_path: Path) -> None:
-    """In a process of its own: torch keeps what it has loaded."""
-    (tmp_path / "libpagedllm_cpu_torn.so").write_bytes(b"\x7fELF torn")
-    schema = "rms_norm(Tensor(a!) out, Tensor weight, Tensor x, float eps) -> ()"
-    old = f'extern "C" const char* pagedllm_signatures() {{ return "{schema}\\n"; }}'
-    build(old, tmp_path / "libpagedllm_cpu_old.so")
+    """Each in one line that names what it wants and what is here. In a process of its own: torch keeps what it has
+    loaded."""
+    names = ("cpu_torn", "cpu_tomorrow", "cuda_tomorrow", "cuda_other", "cuda_foreign", "cpu_old", "cuda_old")
+    paths = {name: tmp_path / f"libpagedllm_{name}.so" for name in names}
+    paths["cpu_torn"].write_bytes(b"\x7fELF torn")
+    runtime = tmp_path / "elsewhere" / "libcudart.so.99"
+    runtime.parent.mkdir()
+    build('extern "C" int cudaLaunch() { return 0; }', runtime, f"-Wl,-soname,{runtime.name}")
+    launching = f'{SIGNATURES} extern "C" int cudaLaunch(); int used() {{ return cudaLaunch(); }}'
+    build(launching, paths["cuda_other"], str(runtime))
+    build("int nothing;", paths["cuda_foreign"])
+    build(OF_ANOTHER_TORCH, paths["cpu_tomorrow"])
+    build(SIGNATURES, paths["cpu_old"])
+    for name in ("tomorrow", "old"):
+        shutil.copyfile(paths[f"cpu_{name}"], paths[f"cuda_{name}"])
     program = f"""
 from pathlib import Path
 from pagedllm.errors import LibraryError
-from pagedllm.ops.library import load_library
-for name in ("torn", "old"):
+from pagedllm.ops.library import CPU_ONLY_OPERATORS, load_library
+for name in {names}:
     try:
-        load_library(Path({str(tmp_path)!r}) / f"libpagedllm_cpu_{{name}}.so")
+        lacking = CPU_ONLY_OPERATORS if name.startswith("cuda") else frozenset()
+        load_library(Path({str(tmp_path)!r}) / f"libpagedllm_{{name}}.so", lacking)
     except LibraryError as error:
         print(error)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    torn_line, old_line = result.stdout.splitlines()
-    assert torn_line.startswith(
-        f"the kernels {tmp_path}/libpagedllm_cpu_torn.so do not load into torch {torch.__version__} ("
+    lines = dict(zip(names, result.stdout.splitlines(), strict=True))
+    refused = {name: f"the kernels {path} do not load into torch {torch.__version__} (" for name, path in paths.items()}
+    assert lines["cpu_torn"].startswith(f"{refused['cpu_torn']}{paths['cpu_torn']}: ")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    built = f"they were built for another torch; this one has {cuda}); build them again: pip install"
+    for name in ("cpu_tomorrow", "cuda_tomorrow"):
+        assert lines[name].startswith(f"{refused[name]}they want 'torch_of_tomorrow', which it lacks: {built}")
+    assert lines["cuda_other"].startswith(
+        f"{refused['cuda_other']}they want libcudart.so.99, which is not found: {built}"
     )
-    assert f"they implement {schema!r} where this version defines 'rms_norm(Tensor(a!) out, Tensor x" in old_line
-    assert all("build them again: pip install" in line for line in (torn_line, old_line))
+    assert f"{paths['cuda_foreign']} are none of pagedllm's: they lack 'pagedllm_sig" in lines["cuda_foreign"]
+    for name in ("cpu_old", "cuda_old"):
+        assert f"they implement {SWAPPED!r} where this version defines 'rms_norm(Tensor(a!) out, Ten" in lines[name]
+    assert all("build them again: pip install" in line for line in lines.values())
+
+
+def test_a_newer_system_is_named() -> None:
+    """As glibc's loader says it."""
+    text = "/lib/libc.so.6: version `GLIBC_2.99' not found (required by /somewhere/libpagedllm_cpu_avx2.so)"
+    assert explain(text) == "they want GLIBC_2.99, which /lib/libc.so.6 lacks: they were built on a newer system"
+
+
+def test_doctor_tells_of_a_library_for_another_torch_in_the_same_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the CPU's kernels and of the GPU's; as lines and as JSON."""
+    library = tmp_path / f"libpagedllm_cpu_{choose('auto', cpu_flags())}.so"
+    build(OF_ANOTHER_TORCH, library)
+    monkeypatch.setattr("pagedllm.ops.library.LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr("pagedllm.ops.library.CUDA_LIBRARY", library)
+    monkeypatch.setattr("torch.ops.loaded_libraries", set())
+    monkeypatch.delenv("PAGEDLLM_KERNELS", raising=False)
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "none")
+    with pytest.raises(LibraryError) as caught:
+        load_kernels()
+    line = str(caught.value)
+    assert "they want 'torch_of_tomorrow'" in line
+    monkeypatch.setattr(doctor, "examine", lambda model: iter([doctor.check_kernels(), doctor.check_gpu()]))
+    for as_json in (False, True):
+        assert doctor_command(argparse.Namespace(model=None, json=as_json)) == FAILED
+    kernels, gpu, report = capsys.readouterr().out.split("\n", 2)
+    assert kernels == f"fail  kernels       {line}"
+    assert gpu == f"fail  gpu           {line}; driver None"
+    assert [finding["value"] for finding in json.loads(report)["findings"]] == [line, f"{line}; driver None"]
 
 
 @pytest.mark.slow

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from pagedllm import LLM, SamplingParams
-from pagedllm.errors import NotEnoughMemoryError
+from pagedllm.config import EngineConfig
+from pagedllm.errors import LibraryError, NotEnoughMemoryError
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.outputs import RequestOutput
+from pagedllm.runtime.compute_device import load_kernels_of
 from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
+from pagedllm.runtime.footprint import look_at
 from pagedllm.runtime.model_runner import ModelRunner
 from tests.fake_gpu import FakeGpu
 from tests.simt.emulator import Emulator
@@ -188,6 +191,45 @@ def test_out_of_memory_is_said_in_one_line(emulator: Emulator, folder: Path, mon
         monkeypatch.setattr(DecodeGraphs, "forward", refuse)
         with pytest.raises(NotEnoughMemoryError, match="Fake GPU is out of memory"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "message"),
+    [
+        (
+            "the launch failed: no kernel image is available for execution on the device",
+            LibraryError,
+            r"^the kernels \S+simt\.so do not run on Fake GPU \(the launch failed: no kernel image is available for "
+            r"execution on the device\): they were built for other GPUs, or by a newer CUDA than the driver has; build",
+        ),
+        ("CUDA error: out of memory", NotEnoughMemoryError, r"^Fake GPU is out of memory \(CUDA error: out of mem"),
+    ],
+)
+def test_kernels_that_cannot_start_are_found_when_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, emulator: Emulator, reason: str, error: type[Exception], message: str
+) -> None:
+    assert load_kernels_of(FakeGpu(), "simt").name == "simt"
+
+    def fail(*args: object) -> None:
+        raise RuntimeError(f"{reason}\nException raised from check at device_call.cpp")
+
+    monkeypatch.setattr("pagedllm.runtime.compute_device.gather_rows", fail)
+    with pytest.raises(error, match=message):
+        load_kernels_of(FakeGpu(), "simt")
+
+
+def test_a_model_that_does_not_fit_the_gpu_is_refused_before_a_tensor_is_read(
+    emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """doctor -m tells the same."""
+    gpu = FakeGpu(total=MIB, used_by_others=MIB - 4096)
+    monkeypatch.setattr("pagedllm.runtime.footprint.open_device", lambda device: gpu)
+    _, footprint = look_at(EngineConfig(model=str(folder), kernels="simt"))
+    assert (footprint.available, footprint.fits) == (4096, False)
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        open_llm(folder, monkeypatch, gpu)
+    assert str(caught.value).endswith("available 0.0 GiB: does not fit")
+    assert gpu.memories == []
 
 
 # ---- determinism
