@@ -6,6 +6,8 @@ operators recorded at capture and run again on the same storages.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +23,22 @@ GIB = 1 << 30
 
 
 class FakeGpu(Gpu):
-    def __init__(self, total: int = 8 * GIB, used_by_others: int = 1 * GIB, step_bytes: int = 1 * GIB) -> None:
-        """step_bytes: what a step seems to take besides what `allocate` gave."""
+    def __init__(
+        self,
+        total: int = 8 * GIB,
+        used_by_others: int = 1 * GIB,
+        step_bytes: int = 1 * GIB,
+        graph_bytes: Callable[[int], int] = lambda index: 0,
+    ) -> None:
+        """step_bytes: what a step seems to take besides what `allocate` gave; graph_bytes: what the index-th graph of
+        a pool does, until it is let go."""
         self.name, self.torch_device = "Fake GPU", torch.device("cpu")
         self.total, self.used_by_others, self.step_bytes = total, used_by_others, step_bytes
         self.memories: list[Memory] = []
-        self.num_copies = self.num_trims = 0
-        self.graphs: list[RecordedGraph] = []
+        self.num_copies = self.num_trims = self.num_replays = 0
+        self.graph_bytes = graph_bytes
+        self._graphs: list[weakref.ref[RecordedGraph]] = []
+        self.num_captured = 0
 
     def allocate(self, num_bytes: int) -> Memory:
         if num_bytes > self.memory().free:
@@ -41,9 +52,14 @@ class FakeGpu(Gpu):
         assert all(isinstance(memory, DeviceMemory) for memory in self.memories)
         return sum(memory._bytes.untyped_storage().nbytes() for memory in self.memories)
 
+    @property
+    def graphs(self) -> list[RecordedGraph]:
+        """Those that are still held."""
+        return [graph for reference in self._graphs if (graph := reference()) is not None]
+
     def memory(self) -> MemoryState:
         allocated = self.allocated
-        free = self.total - self.used_by_others - allocated
+        free = self.total - self.used_by_others - allocated - sum(graph.num_bytes for graph in self.graphs)
         return MemoryState(self.total, free, allocated, allocated + self.step_bytes)
 
     def reset_peak(self) -> None:
@@ -60,11 +76,16 @@ class FakeGpu(Gpu):
     def trim(self) -> None:
         self.num_trims += 1
 
-    def capture(self, run: Callable[[], object]) -> Graph:
-        graph = RecordedGraph()
+    def graph_pool(self) -> object:
+        return itertools.count()
+
+    def capture(self, run: Callable[[], object], pool: object) -> Graph:
+        assert isinstance(pool, itertools.count)
+        graph = RecordedGraph(self, self.graph_bytes(next(pool)))
         with graph:
             run()
-        self.graphs.append(graph)
+        self._graphs.append(weakref.ref(graph))
+        self.num_captured += 1
         return graph
 
 
@@ -72,10 +93,10 @@ class RecordedGraph(TorchDispatchMode):
     """Records operators while it is entered. What an operator returned is refilled in place by `replay`, so that the
     next one finds it where it was; reading a value of a tensor on the host is an error, as it is for CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: FakeGpu, num_bytes: int) -> None:
         super().__init__()
+        self.gpu, self.num_bytes = gpu, num_bytes
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.num_replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -86,7 +107,7 @@ class RecordedGraph(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        self.num_replays += 1
+        self.gpu.num_replays += 1
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):

@@ -56,9 +56,10 @@ class DenseFormat:
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
         if out.dtype != x.dtype:
-            assert bias is None
             assert epilogue.residual is None
             _float_product(out, x, weight)
+            if bias is not None:
+                out.add_(bias)
         elif epilogue.activation:
             gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, 1)
             gated_activation(namespace, out, gate, up, epilogue.activation)
@@ -93,7 +94,7 @@ class DenseFormat:
 
 
 def _float_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out [M, N] float32: the LM head, whose logits are not rounded to 16 bits."""
+    """out [M, N] float32: logits of the LM head and of routers are not rounded to 16 bits."""
     if x.is_cuda:
         torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
     else:  # emulation: torch has no such product on a CPU; float64 makes a row's bits its own

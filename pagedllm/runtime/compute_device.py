@@ -83,7 +83,11 @@ class Gpu(ComputeDevice):
         """Waits for all kernels, and gives memory that no tensor uses back to the device."""
 
     @abstractmethod
-    def capture(self, run: Callable[[], object]) -> Graph:
+    def graph_pool(self) -> object:
+        """Memory that graphs have in common, for `capture`. It is given back with the last of them."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], object], pool: object) -> Graph:
         """`run` must have run before, must allocate nothing that outlives it, and must not wait for the device."""
 
 
@@ -153,7 +157,6 @@ class CudaDevice(Gpu):
         """`open_device` has looked whether it can be used."""
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
-        self._graph_pool: Any = None
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -180,11 +183,12 @@ class CudaDevice(Gpu):
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
-    def capture(self, run: Callable[[], object]) -> Graph:
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
+    def graph_pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], object], pool: object) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, pool=self._graph_pool):
+        with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
             run()
         return graph
 

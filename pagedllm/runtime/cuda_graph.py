@@ -50,16 +50,20 @@ class DecodeGraphs:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
         *,
-        max_num_seqs: int,
+        sizes: Sequence[int],
         max_model_len: int,
     ) -> None:
-        """Captures all sizes. `builder`'s workspace, buffers and caches stay where they are from now on."""
-        self.sizes = graph_sizes(max_num_seqs)
+        """Captures these sizes, increasing. Buffers, caches and `builder`'s workspace stay where they are from now on."""
+        self.sizes = sizes
         self._builder, self._num_splits = builder, -(-max_model_len // KV_SPLIT)
         self._max_blocks = -(-max_model_len // builder.block_size)
-        builder.reserve(workspace_size(self.sizes[-1], max_model_len, builder.shape))
         self._stagers = {}
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}  # with the logits
+        self.num_bytes: dict[int, int] = {}  # that the device has less for each size, the first with what all share
+        device.trim()
+        free = device.memory().free
+        builder.reserve(workspace_size(self.sizes[-1], max_model_len, builder.shape))
+        pool = device.graph_pool()
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             arrays = self._padded(size)
             stager = device.stager(sum(array.nbytes + 64 for array in arrays) + TAIL_BYTES)
@@ -69,8 +73,10 @@ class DecodeGraphs:
                 return decoder.forward(inputs, metadata, kv_caches, buffers)  # noqa: B023 - called in this round
 
             logits = run()  # libraries allocate what they need at the first call
-            self._graphs[size] = device.capture(run), logits
+            self._graphs[size] = device.capture(run, pool), logits
             self._stagers[size] = stager
+            device.trim()
+            self.num_bytes[size], free = free - device.memory().free, device.memory().free
 
     def serves(self, batch: ForwardBatch) -> bool:
         return batch.is_decode and len(batch.rows) <= self.sizes[-1]

@@ -26,7 +26,7 @@ from pagedllm.ops.attention import AttentionBackend
 from pagedllm.request import TokenLogprobs
 from pagedllm.runtime.block_table import RequestRows
 from pagedllm.runtime.compute_device import ComputeDevice, Gpu, out_of_memory
-from pagedllm.runtime.cuda_graph import DecodeGraphs
+from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
 from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
@@ -108,7 +108,7 @@ class ModelRunner:
             with torch.inference_mode():
                 self.decode_graphs = DecodeGraphs(
                     device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
-                    max_num_seqs=min(max_num_seqs, max_num_batched_tokens), max_model_len=max_model_len,
+                    sizes=graph_sizes(min(max_num_seqs, max_num_batched_tokens)), max_model_len=max_model_len,
                 )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:

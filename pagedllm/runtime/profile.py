@@ -1,6 +1,6 @@
 """Measures a full step before the KV cache is sized: what memory is left with its buffers in use, and its duration.
 
-On a GPU that is a step of the whole model.
+On a GPU that is a step of the whole model, and a trial of its captured decode steps.
 On a CPU one layer of each kind and the LM head are run at full budget, and the durations are multiplied by
 how often each occurs: the whole model would keep the user of an 8B model waiting for a minute. A model that is
 run by transformers is run as a whole, once: its layers are not ours to call.
@@ -8,6 +8,7 @@ run by transformers is run as a whole, once: its layers are not ours to call.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pagedllm.model.decoder import Decoder, DecoderInput
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
 from pagedllm.runtime.compute_device import Gpu
+from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
@@ -142,6 +144,39 @@ def profile_on_gpu(
     del builder, inputs, metadata, buffers
     device.trim()
     return StepProfile(num_tokens, seconds, step_bytes, max(0, device.memory().free - step_bytes))
+
+
+def measure_graphs(
+    decoder: Decoder,
+    backend: AttentionBackend,
+    device: Gpu,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    shares_prefixes: bool,
+) -> int:
+    """Bytes that captured decode steps will take, before the KV cache is there that they read.
+
+    Captures the two largest sizes over a cache of one block, and lets them go. Nothing in a graph depends on the number
+    of blocks; the smaller sizes take no more than the second: the first holds what all of them share.
+    """
+    config = decoder.config
+    sizes = graph_sizes(max_num_seqs)
+    decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, max_model_len))
+    builder = MetadataBuilder(backend, config, block_size, device.torch_device, shares_prefixes=shares_prefixes)
+    buffers = decoder.allocate_buffers(sizes[-1], sizes[-1])
+    cache = KVCache(config, backend, 1, block_size, decoder.dtype, allocate=device.allocate)
+    with contextlib.closing(cache):
+        trial = DecodeGraphs(
+            device, decoder, builder, cache.layers, buffers, sizes=sizes[-2:], max_model_len=max_model_len
+        )
+        num_bytes = trial.num_bytes[sizes[-1]]
+        if len(sizes) > 1:
+            num_bytes += trial.num_bytes[sizes[-2]] * (len(sizes) - 1)
+        del trial, builder, buffers
+    device.trim()
+    return num_bytes
 
 
 def _full_batch(

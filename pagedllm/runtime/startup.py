@@ -29,16 +29,15 @@ from pagedllm.model.linear import PackedFormat, WeightFormat
 from pagedllm.model.loader import load_model
 from pagedllm.model.registry import has_family
 from pagedllm.model.rope import RopeTables
-from pagedllm.ops.attention import AttentionBackend, AttentionShape, CpuAttentionBackend
+from pagedllm.ops.attention import AttentionBackend, CpuAttentionBackend
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.ops.library import KernelSet
 from pagedllm.runtime.compute_device import ComputeDevice, Gpu, load_kernels_of, open_device, out_of_memory
-from pagedllm.runtime.cuda_graph import graph_sizes, workspace_size
 from pagedllm.runtime.device import read_thread_limits, torch_threads
 from pagedllm.runtime.kv_cache import KVCache, TextMemory, bytes_per_block, text_memory
 from pagedllm.runtime.model_runner import ModelRunner, num_logits_rows
 from pagedllm.runtime.probe import varying_products
-from pagedllm.runtime.profile import StepProfile, profile_on_gpu, profile_step
+from pagedllm.runtime.profile import StepProfile, measure_graphs, profile_on_gpu, profile_step
 from pagedllm.runtime.resolve import (
     CPU_MAX_NUM_BATCHED_TOKENS,
     GIB,
@@ -53,7 +52,6 @@ from pagedllm.runtime.resolve import (
 
 MIB = 1 << 20
 logger = logging.getLogger("pagedllm")
-GRAPH_LAYER_BYTES = 64 << 10  # of a captured step, a layer: a guess until it can be measured
 
 
 @dataclass(slots=True)
@@ -121,19 +119,24 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
             decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format, device, num_threads)
             on_failure.callback(decoder.close)
             clock.lap("weights")
+            captures_graphs = device.is_gpu and not config.enforce_eager and decoder.config.moe is None
+            graph_bytes = 0  # as planned
             if isinstance(device, Gpu):
                 assert isinstance(decoder, Decoder)
                 profile = profile_on_gpu(decoder, backend, device, **sizes)
                 max_num_batched_tokens = full_step
+                if captures_graphs:
+                    max_position = decoder.config.max_position
+                    graph_bytes = measure_graphs(
+                        decoder, backend, device, block_size=config.block_size,
+                        max_num_seqs=min(max_num_seqs, full_step),
+                        max_model_len=min(config.max_model_len or max_position, max_position),
+                        shares_prefixes=config.enable_prefix_caching,
+                    )  # fmt: skip
             else:
                 profile = profile_step(decoder, backend, **sizes)
                 max_num_batched_tokens = resolve_max_num_batched_tokens(config, profile.seconds)
         clock.lap("profile")
-        captures_graphs = device.is_gpu and not config.enforce_eager and decoder.config.moe is None
-        graph_bytes = 0
-        if captures_graphs:
-            max_len = min(config.max_model_len or decoder.config.max_position, decoder.config.max_position)
-            graph_bytes = estimate_graph_bytes(decoder.config, max_num_seqs, max_len)
         block_bytes = bytes_per_block(decoder.config, backend, config.block_size, dtype)
         groups = KVGroups(config.block_size, decoder.config.kv_windows, max_num_batched_tokens)
         pool = resolve_pool(
@@ -169,7 +172,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
         on_failure.pop_all()
     clock.lap("kv_cache")
     longest = text_memory(decoder.config, groups, pool.max_model_len, block_bytes)
-    _tell(decoder, device, pool, longest, profile, graph_bytes, config.block_size, dtype)
+    _tell(runner, pool, longest, profile, graph_bytes, dtype)
     return Runtime(
         runner=runner,
         model_config=decoder.config,
@@ -279,38 +282,41 @@ def _rope_row_offsets(tables: RopeTables) -> list[NDArray[np.int32]]:
     ]
 
 
-def estimate_graph_bytes(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """What captured decode steps will take: their workspace, and what the driver keeps for each kernel's launch."""
-    sizes = graph_sizes(max_num_seqs)
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
-    return workspace_size(sizes[-1], max_model_len, shape) * 4 + len(sizes) * config.num_layers * GRAPH_LAYER_BYTES
-
-
 def _tell(
-    decoder: CausalModel,
-    device: ComputeDevice,
+    runner: ModelRunner,
     pool: PoolSize,
     longest: TextMemory,
     profile: StepProfile,
-    graph_bytes: int,
-    block_size: int,
+    planned_graph_bytes: int,
     dtype: torch.dtype,
 ) -> None:
     """One line with the parts of the memory, and a notice where something was lowered."""
+    decoder, block_size = runner.decoder, runner.block_size
     config = decoder.config
-    if isinstance(device, Gpu):
-        state = device.memory()
+    if isinstance(runner.device, Gpu):
+        graphs = runner.decode_graphs
+        graph_bytes = sum(graphs.num_bytes.values()) if graphs else 0
+        state = runner.device.memory()
         logger.info(
-            "%s: %.2f GiB in all, %.2f GiB used by others, weights %.2f GiB, a full step's peak %.2f GiB, graphs about "
-            "%.2f GiB, KV cache %.2f GiB",
-            device.name,
+            "%s: %.2f GiB in all, %.2f GiB used by others, weights %.2f GiB, a full step's peak %.2f GiB, %d graphs "
+            "%.2f GiB (%.2f planned), KV cache %.2f GiB",
+            runner.device.name,
             state.total / GIB,
-            max(0, state.total - state.free - state.allocated) / GIB,
+            max(0, state.total - state.free - state.allocated - graph_bytes) / GIB,
             decoder.num_weight_bytes / GIB,
             profile.step_bytes / GIB,
+            len(graphs.sizes) if graphs else 0,
             graph_bytes / GIB,
+            planned_graph_bytes / GIB,
             pool.num_bytes / GIB,
         )
+        if graph_bytes > planned_graph_bytes:
+            logger.warning(
+                "captured decode steps took %.2f GiB, %.2f more than a trial of two sizes let expect: steps have that "
+                "much less; a smaller gpu_memory_utilization makes room",
+                graph_bytes / GIB,
+                (graph_bytes - planned_graph_bytes) / GIB,
+            )
     whole = f", {longest.num_bytes_without_windows / MIB:.2f} MiB if layers with a window kept all of it"
     logger.info(
         "memory: weights %.2f GiB, step buffers %.2f GiB, KV cache up to %.2f GiB of %.2f GiB free: %s blocks of "

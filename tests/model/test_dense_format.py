@@ -74,11 +74,12 @@ def test_a_gated_pair_is_activated(dtype: torch.dtype, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
-    linear, weight, _ = fill(LinearShape(16, (40,)), dtype)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_are_not_rounded_to_16_bits(dtype: torch.dtype, has_bias: bool) -> None:
+    linear, weight, bias = fill(LinearShape(16, (40,), has_bias=has_bias), dtype)
     x = rows(16, dtype)
     found = apply(linear, x, Epilogue(), torch.float32)
-    torch.testing.assert_close(found, x.float() @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, x.float() @ weight.T + bias, rtol=1e-5, atol=1e-5)
 
 
 def test_an_embedding_reads_rows_and_scales_them_once() -> None:

@@ -27,7 +27,7 @@ from tests.simt.test_end_to_end import BYTES_PER_TOKEN, PARAMS, PROMPTS, SIZES
 from tests.tiny import save_tiny_model
 
 MAX_MODEL_LEN = 128
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,16 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     eager_gpu, gpu = FakeGpu(), FakeGpu()
     with open_llm(folder, monkeypatch, eager_gpu, enforce_eager=True) as llm:
         eager = answers(llm.generate(PROMPTS, params, use_tqdm=False))
-        assert eager_gpu.graphs == []
+        assert eager_gpu.num_captured == 0
     with open_llm(folder, monkeypatch, gpu) as llm:
         assert graphs_of(llm).sizes == [1, 2, 4, 6]
         assert answers(llm.generate(PROMPTS, params, use_tqdm=False)) == eager
         pointers = [graph.pointers() for graph in gpu.graphs]
         assert answers(llm.generate(PROMPTS, params, use_tqdm=False)) == eager
         assert [graph.pointers() for graph in gpu.graphs] == pointers
-    assert sum(graph.num_replays for graph in gpu.graphs) >= 14
+        assert len(pointers) == 4
+    assert gpu.num_replays >= 14
+    assert gpu.graphs == []
 
 
 def test_captured_steps_share_prefixes(emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +146,36 @@ def test_the_pool_takes_its_share_of_what_weights_and_a_step_leave(
     (line,) = (r.getMessage() for r in caplog.records if "GiB in all" in r.getMessage())
     assert line.startswith(
         "Fake GPU: 0.06 GiB in all, 0.01 GiB used by others, weights 0.00 GiB, a full step's peak 0.02"
+    )
+
+
+@pytest.mark.parametrize(("sizes", "figure"), [((12, 4, 3, 3), "22.00"), ((12, 4, 5, 5), "26.00")])
+def test_graphs_are_tried_before_the_pool_is_sized_and_measured_after(
+    emulator: Emulator,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sizes: tuple[int, ...],
+    figure: str,
+) -> None:
+    """Of 6, 4, 2 and 1 sequences, in GiB: the trial of the first two lets expect 12 + 3 * 4."""
+    used = (640 - 16 - 24) * GIB - 4 * MIB
+    gpu = FakeGpu(640 * GIB, used, step_bytes=16 * GIB, graph_bytes=lambda index: sizes[index] * GIB)
+    settings = {**SHARE, "max_num_seqs": 6, "enforce_eager": False, "max_model_len": 512}
+    with caplog.at_level(logging.INFO, "pagedllm"), open_llm(folder, monkeypatch, gpu, **settings) as llm:
+        free = 4 * MIB - gpu.memories[0]._bytes.nbytes
+        block_bytes = 16 * BYTES_PER_TOKEN
+        assert llm.info()["kv_cache_bytes"] == free // 2 // block_bytes * block_bytes
+        assert gpu.num_captured == 2 + 4
+        caches = {tensor.data_ptr() for layer in runner_of(llm).kv_cache.layers for tensor in layer}
+        assert len(gpu.graphs) == 4
+        assert all(caches <= graph.pointers() for graph in gpu.graphs)  # the pool's, not the trial's
+    (line,) = (r.getMessage() for r in caplog.records if "GiB in all" in r.getMessage())
+    assert f"{used / GIB:.2f} GiB used by others" in line
+    assert f"4 graphs {figure} GiB (24.00 planned)" in line
+    warnings = [r.getMessage() for r in caplog.records if "captured decode steps took" in r.getMessage()]
+    assert [text.partition(":")[0] for text in warnings] == (
+        ["captured decode steps took 26.00 GiB, 2.00 more than a trial of two sizes let expect"] * (figure == "26.00")
     )
 
 
