@@ -22,6 +22,14 @@ from pagedllm.runtime.compute_device import Gpu, Graph, MemoryState
 GIB = 1 << 30
 
 
+# Operators whose results' shapes, or whose results, the host must know on a GPU.
+READ_BY_HOST = (
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default, torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default, torch.ops.aten.equal.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+)  # fmt: skip
+
+
 class FakeGpu(Gpu):
     def __init__(
         self,
@@ -91,7 +99,7 @@ class FakeGpu(Gpu):
 
 class RecordedGraph(TorchDispatchMode):
     """Records operators while it is entered. What an operator returned is refilled in place by `replay`, so that the
-    next one finds it where it was; reading a value of a tensor on the host is an error, as it is for CUDA."""
+    next one finds it where it was; what the host would have to read is an error, as it is for CUDA."""
 
     def __init__(self, gpu: FakeGpu, num_bytes: int) -> None:
         super().__init__()
@@ -99,7 +107,8 @@ class RecordedGraph(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in READ_BY_HOST or by_mask:
             raise RuntimeError("operation not permitted when stream is capturing: a value is read by the host")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -2,12 +2,10 @@
 
 Products are torch's, which are cuBLAS's on a GPU; a bias and a residual go into them. A gated pair is one product
 [M, gate | up], rounded, then our gated activation. What a row of a product depends on is the library's business:
-exactness rule (a) holds only where that one keeps it.
+exactness rule (a) holds only where that one keeps it. Products of experts are our own, and keep it.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from pagedllm.errors import NotSupportedError
 from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import Epilogue, LinearShape
 from pagedllm.ops.linear import Activation, gated_activation, gather_rows
+from pagedllm.ops.moe import grouped_dense
 
 VECTOR_BYTES = 16  # rows of operands are whole vectors
 
@@ -81,11 +80,7 @@ class DenseFormat:
         bounds: Tensor,
         activation: Activation,
     ) -> None:
-        limits = bounds.tolist()
-        for index, (begin, end) in enumerate(itertools.pairwise(limits)):
-            if begin < end:
-                bias = None if biases is None else biases[index]
-                self.apply(namespace, out[begin:end], x[begin:end], weights[index], bias, Epilogue(activation))
+        grouped_dense(namespace, out, x, weights, biases, bounds, activation)
 
     def embed(self, namespace: str, out: Tensor, token_ids: Tensor, weight: Tensor, scale: float) -> None:
         gather_rows(namespace, out, weight, token_ids)

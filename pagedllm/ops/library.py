@@ -36,6 +36,8 @@ CPU_ONLY_OPERATORS = frozenset({
     "packed_linear", "embedding", "route_tokens", "grouped_linear", "combine_experts", "layer_norm_heads",
 })  # fmt: skip
 
+CUDA_ONLY_OPERATORS = frozenset({"grouped_dense"})
+
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -70,7 +72,7 @@ def load_kernels(kernels: str = "auto") -> KernelSet:
         load_library(SIMT_LIBRARY, CPU_ONLY_OPERATORS)
         return KernelSet(name, "pagedllm_simt", SIMT_LIBRARY)
     path = LIBRARY_FOLDER / f"libpagedllm_cpu_{name}.so"
-    load_library(path)
+    load_library(path, CUDA_ONLY_OPERATORS)
     return KernelSet(name, "pagedllm", path)
 
 

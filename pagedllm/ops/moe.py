@@ -1,6 +1,6 @@
 """Mixtures of experts: routing, the experts' products, and the sum of their results.
 
-On a GPU torch routes and adds, and multiplies each expert's rows by itself (DenseFormat).
+On a GPU torch routes and adds, by operations that a captured graph may hold: nothing is read by the host.
 
 Each token's rows stand once for each expert it chose, ordered by expert and then by token:
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.ops._library import operator
-from pagedllm.ops.linear import packed_linear
+from pagedllm.ops.linear import apply_gated, packed_linear
 
 MAX_CHOSEN_EXPERTS = 64
 
@@ -44,11 +44,10 @@ def route_tokens(
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(-1).values
     shares = logits.softmax(-1).gather(-1, chosen)
     weights.copy_(shares / shares.sum(-1, keepdim=True) if is_normalized else shares)
-    order = chosen.flatten().argsort(stable=True)
+    experts, order = chosen.flatten().sort(stable=True)
     tokens.copy_(order // num_chosen)
     places.view(-1)[order] = torch.arange(len(order), dtype=torch.int32, device=places.device)
-    bounds[0] = 0
-    bounds[1:] = chosen.flatten().bincount(minlength=num_experts).cumsum(0)
+    bounds.copy_(torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device)))
 
 
 @operator(
@@ -67,6 +66,29 @@ def grouped_linear(
         if begin < end:
             bias = None if biases is None else biases[expert]
             packed_linear.reference(out[begin:end], x[begin:end], weights[expert], bias, None, activation)
+
+
+@operator(
+    "grouped_dense(Tensor(a!) out, Tensor x, Tensor weights, Tensor? biases, Tensor bounds, int activation) -> ()"
+)
+def grouped_dense(
+    out: Tensor, x: Tensor, weights: Tensor, biases: Tensor | None, bounds: Tensor, activation: int
+) -> None:
+    """`grouped_linear` with weights in plain rows, on a GPU. All of one 16-bit type; sums are float32, rounded once.
+
+    x: [num_rows, K]; out: [num_rows, N]; rows may be strided
+    weights: [E, N, K], or where there is an activation [E, 2 N, K]: gate, then up; biases: [E, N or 2 N] or None
+    bounds: [E + 1] int32, from 0 to num_rows, read on the device
+    """
+    limits = bounds.tolist()
+    for expert, (begin, end) in enumerate(itertools.pairwise(limits)):
+        product = x[begin:end].float() @ weights[expert].float().T
+        if biases is not None:
+            product += biases[expert].float()
+        if activation:
+            gate, up = product.chunk(2, 1)
+            product = apply_gated(gate, up, activation)
+        out[begin:end] = product
 
 
 @operator(

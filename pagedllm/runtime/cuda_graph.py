@@ -53,7 +53,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_model_len: int,
     ) -> None:
-        """Captures these sizes, increasing. Buffers, caches and `builder`'s workspace stay where they are from now on."""
+        """Captures these sizes, increasing. Buffers, caches and `builder`'s workspace stay where they are then."""
         self.sizes = sizes
         self._builder, self._num_splits = builder, -(-max_model_len // KV_SPLIT)
         self._max_blocks = -(-max_model_len // builder.block_size)

@@ -119,7 +119,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
             decoder = _load(config, checkpoint, dtype, backend, kernels, weight_format, device, num_threads)
             on_failure.callback(decoder.close)
             clock.lap("weights")
-            captures_graphs = device.is_gpu and not config.enforce_eager and decoder.config.moe is None
+            captures_graphs = device.is_gpu and not config.enforce_eager
             graph_bytes = 0  # as planned
             if isinstance(device, Gpu):
                 assert isinstance(decoder, Decoder)

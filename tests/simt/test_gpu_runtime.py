@@ -22,9 +22,11 @@ from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
 from pagedllm.runtime.footprint import look_at
 from pagedllm.runtime.model_runner import ModelRunner
 from tests.fake_gpu import FakeGpu
+from tests.model.family_models import CASES, build_case
 from tests.simt.emulator import Emulator
 from tests.simt.test_end_to_end import BYTES_PER_TOKEN, PARAMS, PROMPTS, SIZES
-from tests.tiny import save_tiny_model
+from tests.simt.test_experts import HEADS
+from tests.tiny import VOCAB_SIZE, save_tiny_model, save_tokenizer
 
 MAX_MODEL_LEN = 128
 MIB, GIB = 1 << 20, 1 << 30
@@ -87,6 +89,24 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
         assert len(pointers) == 4
     assert gpu.num_replays >= 14
     assert gpu.graphs == []
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe, some layers dense"])
+def test_captured_steps_of_experts_give_the_tokens_of_eager_ones(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Routing is read on the device: the graph of a size serves whatever experts tokens choose."""
+    build_case(CASES[name], **HEADS, vocab_size=VOCAB_SIZE).bfloat16().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    params = [dataclasses.replace(p, max_tokens=6 + 2 * n) for n, p in enumerate(PARAMS)]
+    found = {}
+    for enforce_eager in (True, False):
+        gpu = FakeGpu()
+        settings = {"enforce_eager": enforce_eager, "kv_cache_memory_bytes": MIB, "max_num_seqs": 4}
+        with open_llm(tmp_path, monkeypatch, gpu, **settings) as llm:
+            found[enforce_eager] = answers(llm.generate(PROMPTS, params, use_tqdm=False))
+    assert found[True] == found[False]
+    assert gpu.num_replays > 8
 
 
 def test_captured_steps_share_prefixes(emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
