@@ -159,6 +159,10 @@ class Tokenizer:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, clock, kwargs
         )
 
+    def check_chat_template(self, chat_template: str) -> None:
+        """Raises RequestError for one that `apply_chat_template` would refuse whatever the messages."""
+        self._templates.check(chat_template)
+
     def _id_of(self, token: str | None) -> int | None:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)
         return token_id
