@@ -44,7 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.argv = argv
     command: Callable[[argparse.Namespace], int] = args.command
     with log_on_stderr(is_quiet=getattr(args, "quiet", True)), termination_raises():
-        return command(args)
+        try:
+            return command(args)
+        except (KeyboardInterrupt, Terminated) as interrupt:
+            return complain_of(interrupt)
+
+
+def complain_of(interrupt: BaseException) -> int:
+    return complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
 
 
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -195,7 +202,7 @@ def run_command(args: argparse.Namespace) -> int:
         except (OSError, PagedLLMError) as error:
             code = complain(error, FAILED)
         except (KeyboardInterrupt, Terminated) as interrupt:
-            code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
+            code = complain_of(interrupt)
         tell_how_to_continue(job, args.argv)
         return code
 

@@ -199,6 +199,16 @@ def test_a_row_without_a_prompt_tells_what_it_has_and_an_array_that_it_is_none(f
     assert second.endswith("neither 'prompt' nor 'messages', but 'question': --template makes prompts of columns")
 
 
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (cli.Terminated, 143)])
+def test_an_interrupt_before_the_job_begins_is_one_line(files, capsys, monkeypatch, interrupt, code):
+    def open_job(*args, **options):
+        raise interrupt
+
+    monkeypatch.setattr("pagedllm.jobs.opening.open_job", open_job)
+    assert run_files(files) == code
+    assert capsys.readouterr().err == "pagedllm: error: interrupted\n"
+
+
 def test_files_are_checked_before_the_model_loads(files, capsys, monkeypatch):
     monkeypatch.setattr("pagedllm.llm.assemble", None)
     input, output = files
