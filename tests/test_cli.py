@@ -18,29 +18,13 @@ from pagedllm import SamplingParams, __version__, cli, flags
 from pagedllm.config import EngineConfig
 from pagedllm.doctor import Finding
 from pagedllm.errors import LibraryError, ModelError
-from tests.fake_assembly import fake_assemble
+from tests.fake_assembly import slow_program
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
-SLOW = """
-import sys, time
-import pagedllm.llm
-from tests.fake_assembly import fake_assemble
-from pagedllm.cli import main
-
-def assemble(config):
-    assembly = fake_assemble(config)
-    assembly.runtime.script = lambda step, plan: time.sleep(0.01)
-    return assembly
-
-pagedllm.llm.assemble = assemble
-sys.exit(main())
-"""
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+SLOW = slow_program(0.01)
 
 
 @pytest.fixture
