@@ -25,7 +25,6 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"  # {"chat_template": ...}
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 FIRST_WITHOUT_FORK_WARNING = (0, 23)
 SLICE_TEXTS = 2048
