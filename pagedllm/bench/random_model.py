@@ -56,7 +56,8 @@ def write_random_model(shape: str, folder: Path, seed: int = 0) -> None:
     config = transformers.AutoConfig.for_model(**settings)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        models: Any = transformers.AutoModelForCausalLM  # has no types
+        model = models.from_config(config, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -71,4 +72,5 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
+    make: Any = PreTrainedTokenizerFast  # has no types
+    return make(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
