@@ -25,7 +25,6 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"  # {"chat_template": ...}
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 FIRST_WITHOUT_FORK_WARNING = (0, 23)
 SLICE_TEXTS = 2048
@@ -159,6 +158,10 @@ class Tokenizer:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, clock, kwargs
         )
 
+    def check_chat_template(self, chat_template: str) -> None:
+        """Raises RequestError for one that `apply_chat_template` would refuse whatever the messages."""
+        self._templates.check(chat_template)
+
     def _id_of(self, token: str | None) -> int | None:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)
         return token_id
@@ -189,6 +192,16 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     if not isinstance(backend, Backend):
         raise ModelError(f"{folder}: no {TOKENIZER_FILE}, and its tokenizer has no fast form: convert it first")
     return backend
+
+
+def transformers_tokenizer(source: str) -> Any:
+    """The same tokenizer as a transformers object, from a folder or a GGUF file, without the network."""
+    from transformers import AutoTokenizer
+
+    path = Path(source)
+    if path.is_file():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def _line(error: Exception) -> str:

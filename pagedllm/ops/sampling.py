@@ -50,7 +50,8 @@ def random_bits(seed: int, sample_index: int, output_position: int) -> int:
 
 def exp2_weight(logits: Tensor, temperature: float) -> Tensor:
     """w of the module's docstring: [V] float32 -> [V] int64 in 0 .. 2^32; the largest logit gets exactly 2^32."""
-    scale = np.float32(min(LOG2E / np.float64(np.float32(temperature)), np.finfo(np.float32).max))  # rounded once
+    largest = float(np.finfo(np.float32).max)
+    scale = np.float32(min(LOG2E / float(np.float32(temperature)), largest))  # rounded once
     x = (logits - logits.max()) * torch.tensor(scale)
     x = torch.where(x >= -33, x, -34.0)
     exponent = x.floor()
@@ -76,6 +77,16 @@ def kept_weight(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
         before = weight[order].cumsum(0) - weight[order]
         weight[order[before >= target]] = 0
     return weight
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The id of each row's largest logit, the lowest of equal ones; -1 where there is NaN or +inf, or only -inf.
+
+    logits: [num_rows, vocab_size] float32; returns [num_rows] int32
+    """
+    largest = logits.amax(1, keepdim=True)  # NaN if there is one
+    ids = (logits == largest).int().argmax(1)
+    return torch.where(largest[:, 0].isfinite(), ids, -1).int()
 
 
 @operator(
@@ -147,14 +158,10 @@ def sample(
     seed:        [num_rows] int64, any 64 bits;  counter: [num_rows, 2] int32: sample index, output position
     Order of application: min_p, top_k, top_p.
     """
+    token_ids.copy_(likeliest(logits))
     for row in range(logits.shape[0]):
-        z = logits[row]
-        if z.isnan().any() or z.max() == torch.inf or z.max() == -torch.inf:
-            token_ids[row] = -1
-            continue
-        t = float(temperature[row])
-        if t == 0:
-            token_ids[row] = int((z == z.max()).nonzero()[0])
+        z, t = logits[row], float(temperature[row])
+        if t == 0 or token_ids[row] < 0:
             continue
         inclusive = kept_weight(z, t, int(top_k[row]), float(top_p[row]), float(min_p[row])).cumsum(0)
         sample_index, position = counter[row].tolist()

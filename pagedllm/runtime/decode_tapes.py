@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.model.buffers import DecoderBuffers
-from pagedllm.model.decoder import Decoder, DecoderInput
-from pagedllm.ops.attention import AttentionMetadata
+from pagedllm.model.decoder import Decoder
 from pagedllm.ops.tape import Tape
+from pagedllm.runtime.metadata import MetadataBuilder
+
+Array = NDArray[Any]
 
 
 class DecodeTapes:
@@ -23,74 +29,56 @@ class DecodeTapes:
         self,
         library: Path,
         decoder: Decoder,
+        builder: MetadataBuilder,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
     ) -> None:
-        """library: `KernelSet.path`; decoder.runs_only_kernels holds. Buffers and caches stay where they are."""
-        self._library, self._decoder, self._kv_caches, self._buffers = library, decoder, kv_caches, buffers
-        self._places: list[Tensor] = []  # where the inputs of all tapes lie; they grow, and then the tapes are void
+        """library: `KernelSet.path`. Buffers and caches stay where they are."""
+        self._library, self._decoder, self._builder = library, decoder, builder
+        self._kv_caches, self._buffers = kv_caches, buffers
+        self._places: list[Array] = []  # where the inputs of all tapes lie; they grow, and then the tapes are void
         self._workspace: Tensor | None = None  # likewise
-        self._tapes: dict[int, tuple[Tape, Tensor]] = {}  # by number of sequences, with the logits
+        # by number of sequences and wants_likeliest, with what `forward` gives
+        self._tapes: dict[tuple[int, bool], tuple[Tape, Tensor]] = {}
 
-    def forward(self, inputs: DecoderInput, metadata: AttentionMetadata) -> Tensor:
-        """As `Decoder.forward`: [B, V] logits of B sequences with one new token each."""
-        num_seqs = len(inputs.token_ids)
-        placed_inputs, placed_metadata = self._place(inputs, metadata)
-        recorded = self._tapes.get(num_seqs)
+    def forward(self, arrays: Sequence[Array], wants_likeliest: bool) -> Tensor:
+        """As `Decoder.forward`, of B sequences with one new token each: [B, V] logits or [B] token ids.
+
+        arrays: of `MetadataBuilder.arrays`.
+        """
+        key = len(arrays[0]), wants_likeliest
+        views = self._place(arrays)
+        recorded = self._tapes.get(key)
         if recorded is not None:
-            tape, logits = recorded
+            tape, result = recorded
             tape.run()
-            return logits
+            return result
+        inputs, metadata = self._builder.tensors([torch.from_numpy(view) for view in views])
         tape = Tape(self._library)
         with tape.recording():
-            logits = self._decoder.forward(placed_inputs, placed_metadata, self._kv_caches, self._buffers)
-        self._tapes[num_seqs] = tape, logits
-        return logits
+            result = self._decoder.forward(inputs, metadata, self._kv_caches, self._buffers, wants_likeliest)
+        self._tapes[key] = tape, result
+        return result
 
-    def _place(self, inputs: DecoderInput, metadata: AttentionMetadata) -> tuple[DecoderInput, AttentionMetadata]:
-        """The same inputs, where the tapes read them."""
-        if metadata.workspace is not self._workspace:
-            self._workspace = metadata.workspace
+    def _place(self, arrays: Sequence[Array]) -> list[Array]:
+        """The same arrays, where the tapes read them."""
+        if self._builder.workspace is not self._workspace:
+            self._workspace = self._builder.workspace
             self._tapes.clear()
-        tensors = [
-            inputs.token_ids, inputs.positions, inputs.logits_indices, *inputs.rope_rows,
-            metadata.cu_seqlens_q, metadata.seq_lens, *metadata.block_tables, *metadata.slot_mappings,
-            *dict.fromkeys(metadata.work), *dict.fromkeys(metadata.merge),  # groups have lists in common
-        ]  # fmt: skip
-        self._make_room(tensors)
-        placed = {}
-        for place, tensor in zip(self._places, tensors, strict=True):
-            view = place[tuple(map(slice, tensor.shape))]
-            view.copy_(tensor)
-            placed[tensor] = view
+        self._make_room(arrays)
+        views = []
+        for place, array in zip(self._places, arrays, strict=True):
+            view = place[tuple(map(slice, array.shape))]
+            view[...] = array
+            views.append(view)
+        return views
 
-        def places(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return tuple(placed[tensor] for tensor in given)
-
-        return (
-            DecoderInput(
-                placed[inputs.token_ids],
-                placed[inputs.positions],
-                places(inputs.rope_rows),
-                placed[inputs.logits_indices],
-            ),
-            AttentionMetadata(
-                cu_seqlens_q=placed[metadata.cu_seqlens_q],
-                seq_lens=placed[metadata.seq_lens],
-                block_tables=places(metadata.block_tables),
-                slot_mappings=places(metadata.slot_mappings),
-                work=places(metadata.work),
-                merge=places(metadata.merge),
-                workspace=metadata.workspace,
-            ),
-        )
-
-    def _make_room(self, tensors: Sequence[Tensor]) -> None:
+    def _make_room(self, arrays: Sequence[Array]) -> None:
         """Places of powers of two: the columns of work lists and merges are such, and stay side by side."""
         if not self._places:
-            self._places = [tensor.new_empty([0] * tensor.dim()) for tensor in tensors]
-        for index, (place, tensor) in enumerate(zip(self._places, tensors, strict=True)):
-            if any(size > room for size, room in zip(tensor.shape, place.shape, strict=True)):
-                shape = [1 << (size - 1).bit_length() for size in map(max, tensor.shape, place.shape)]
-                self._places[index] = tensor.new_empty(shape)
+            self._places = [np.empty([0] * array.ndim, array.dtype) for array in arrays]
+        for index, (place, array) in enumerate(zip(self._places, arrays, strict=True)):
+            if any(size > room for size, room in zip(array.shape, place.shape, strict=True)):
+                shape = [1 << (size - 1).bit_length() for size in map(max, array.shape, place.shape)]
+                self._places[index] = np.empty(shape, array.dtype)
                 self._tapes.clear()

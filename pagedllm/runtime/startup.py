@@ -149,7 +149,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
         )
         rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
         decoder.set_rope_tables(rope_tables)
-        can_record = kernels.namespace == "pagedllm" and not device.is_gpu and decoder.runs_only_kernels
+        can_record = kernels.namespace == "pagedllm" and not device.is_gpu
         kv_cache = KVCache(decoder.config, backend, pool.num_blocks, config.block_size, dtype, allocate=device.allocate)
         on_failure.callback(kv_cache.close)
         runner = ModelRunner(
@@ -291,7 +291,7 @@ def _tell(
     dtype: torch.dtype,
 ) -> None:
     """One line with the parts of the memory, and a notice where something was lowered."""
-    decoder, block_size = runner.decoder, runner.block_size
+    decoder, block_size = runner.decoder, runner.kv_cache.block_size
     config = decoder.config
     if isinstance(runner.device, Gpu):
         graphs = runner.decode_graphs

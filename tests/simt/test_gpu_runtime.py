@@ -280,7 +280,7 @@ def test_a_model_that_does_not_fit_the_gpu_is_refused_before_a_tensor_is_read(
     assert (footprint.available, footprint.fits) == (4096, False)
     with pytest.raises(NotEnoughMemoryError) as caught:
         open_llm(folder, monkeypatch, gpu)
-    assert str(caught.value).endswith("available 0.0 GiB: does not fit")
+    assert str(caught.value).endswith("available 0.0 MiB: does not fit")
     assert gpu.memories == []
 
 
