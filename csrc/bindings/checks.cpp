@@ -44,6 +44,14 @@ const T* find_outside(const T* begin, int64_t size, int64_t least, int64_t limit
 
 void fail(const char* op, const std::string& message) { throw std::runtime_error(std::string(op) + ": " + message); }
 
+int64_t check_range(const char* op, const char* name, int64_t value, int64_t first, int64_t last) {
+  if (value < first || value > last) {
+    fail(op, std::string(name) + " must be from " + std::to_string(first) + " to " + std::to_string(last) + ", got " +
+                 std::to_string(value));
+  }
+  return value;
+}
+
 void Argument::fail(const std::string& message) const {
   pagedllm::fail(op_, std::string(name_) + " " + message + ", got " + name_of(type()) + " of shape " +
                           text_of(tensor_.sizes()) + " and strides " + text_of(tensor_.strides()));

@@ -25,6 +25,14 @@ class Argument {
   const Argument& contiguous() const;
   // Two dimensions; rows may be strided, the elements of a row lie side by side.
   const Argument& rows() const;
+  // The same, so many of a type and a width.
+  const Argument& rows_of(ScalarType wanted, int64_t num_rows, int64_t width) const {
+    return type(wanted).shape({num_rows, width}).rows();
+  }
+  // Elements of a type side by side, in a shape.
+  const Argument& array(ScalarType wanted, std::initializer_list<int64_t> sizes) const {
+    return type(wanted).shape(sizes).contiguous();
+  }
   // int32 or int64, contiguous, each value from `least` to `limit` - 1.
   const Argument& indices(ScalarType wanted, int64_t least, int64_t limit) const;
   [[noreturn]] void fail(const std::string& message) const;
@@ -44,6 +52,8 @@ class Argument {
 };
 
 [[noreturn]] void fail(const char* op, const std::string& message);
+// An argument that is a number from `first` to `last`.
+int64_t check_range(const char* op, const char* name, int64_t value, int64_t first, int64_t last);
 
 // A cap of logits: 0 for none, or above.
 void check_softcap(const char* op, double softcap);

@@ -21,10 +21,10 @@ void route_tokens_op(const Tensor& weights_tensor, const Tensor& places_tensor, 
                 " columns");
   }
   RouteTokensParams params{};
-  params.weights = weights.type(ScalarType::Float).shape({num_tokens, num_chosen}).contiguous().data<float>();
-  params.places = places.type(ScalarType::Int).shape({num_tokens, num_chosen}).contiguous().data<int32_t>();
-  params.tokens = tokens.type(ScalarType::Int).shape({num_tokens * num_chosen}).contiguous().data<int32_t>();
-  params.bounds = bounds.type(ScalarType::Int).shape({num_experts + 1}).contiguous().data<int32_t>();
+  params.weights = weights.array(ScalarType::Float, {num_tokens, num_chosen}).data<float>();
+  params.places = places.array(ScalarType::Int, {num_tokens, num_chosen}).data<int32_t>();
+  params.tokens = tokens.array(ScalarType::Int, {num_tokens * num_chosen}).data<int32_t>();
+  params.bounds = bounds.array(ScalarType::Int, {num_experts + 1}).data<int32_t>();
   params.logits = logits.data<const float>();
   params.logits_stride = logits.stride(0);
   params.num_tokens = num_tokens;
@@ -68,8 +68,7 @@ void grouped_linear_of(const Argument& out, const Argument& x, const Argument& w
   params.weights = weights.type(x.type()).contiguous().template data<const T>();
   if (biases_tensor) {
     const Argument biases("grouped_linear", "biases", *biases_tensor);
-    params.biases =
-        biases.type(ScalarType::Float).shape({num_experts, num_panels * kPanel}).contiguous().data<const float>();
+    params.biases = biases.array(ScalarType::Float, {num_experts, num_panels * kPanel}).data<const float>();
   }
   params.bounds = check_bounds(bounds, num_experts, num_rows);
   params.out_stride = out.stride(0);
@@ -101,8 +100,8 @@ void combine_experts_op(const Tensor& out_tensor, const Tensor& rows_tensor, con
       weights(op, "weights", weights_tensor);
   const int64_t num_tokens = places.dim(2).size(0), num_chosen = places.size(1), hidden_size = out.rows().size(1);
   out.shape({num_tokens, hidden_size});
-  rows.type(out.type()).shape({num_tokens * num_chosen, hidden_size}).rows();
-  weights.type(ScalarType::Float).shape({num_tokens, num_chosen}).contiguous();
+  rows.rows_of(out.type(), num_tokens * num_chosen, hidden_size);
+  weights.array(ScalarType::Float, {num_tokens, num_chosen});
   places.indices(ScalarType::Int, 0, num_tokens * num_chosen);
   if (shared_tensor.has_value() != gates_tensor.has_value()) out.fail("needs both shared and shared_gates, or neither");
   dispatch(out, [&](auto element) {
@@ -114,13 +113,13 @@ void combine_experts_op(const Tensor& out_tensor, const Tensor& rows_tensor, con
     params.weights = weights.data<const float>();
     if (shared_tensor) {
       const Argument shared(op, "shared", *shared_tensor), gates(op, "shared_gates", *gates_tensor);
-      params.shared = shared.type(out.type()).shape({num_tokens, hidden_size}).rows().template data<const T>();
+      params.shared = shared.rows_of(out.type(), num_tokens, hidden_size).template data<const T>();
       params.shared_stride = shared.stride(0);
-      params.shared_gates = gates.type(ScalarType::Float).shape({num_tokens, 1}).contiguous().data<const float>();
+      params.shared_gates = gates.array(ScalarType::Float, {num_tokens, 1}).data<const float>();
     }
     if (residual_tensor) {
       const Argument residual(op, "residual", *residual_tensor);
-      params.residual = residual.type(out.type()).shape({num_tokens, hidden_size}).rows().template data<const T>();
+      params.residual = residual.rows_of(out.type(), num_tokens, hidden_size).template data<const T>();
       params.residual_stride = residual.stride(0);
     }
     params.out_stride = out.stride(0);

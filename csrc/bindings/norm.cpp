@@ -8,21 +8,34 @@
 namespace pagedllm {
 namespace {
 
+// What all norms have, of rows of one type and shape.
+template <class Params>
+Params norm_params(const Argument& out, const Argument& x, const Argument& weight, double eps) {
+  Params params{};
+  params.out = out.data<std::remove_pointer_t<decltype(params.out)>>();
+  params.x = x.data<std::remove_pointer_t<decltype(params.x)>>();
+  params.weight = weight.data<const float>();
+  params.out_stride = out.stride(0);
+  params.x_stride = x.stride(0);
+  params.num_rows = x.size(0);
+  params.hidden_size = x.size(1);
+  params.eps = static_cast<float>(eps);
+  params.parallel = torch_threads();
+  return params;
+}
+
 void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor, const Tensor& x_tensor,
          const Tensor& weight_tensor, double eps) {
   const Argument x(op, "x", x_tensor), out(op, "out", out_tensor), weight(op, "weight", weight_tensor);
   x.rows();
-  const int64_t num_rows = x.size(0), hidden_size = x.size(1);
-  out.type(x.type()).shape({num_rows, hidden_size}).rows();
-  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  out.rows_of(x.type(), x.size(0), x.size(1));
+  weight.array(ScalarType::Float, {x.size(1)});
   dispatch(x, [&](auto element) {
     using T = decltype(element);
-    RmsNormParams<T> params{out.data<T>(), nullptr,  x.data<const T>(), weight.data<const float>(), out.stride(0),  0,
-                            x.stride(0),   num_rows, hidden_size,       static_cast<float>(eps),    torch_threads()};
+    auto params = norm_params<RmsNormParams<T>>(out, x, weight, eps);
     if (residual_tensor) {
       const Argument residual(op, "residual", *residual_tensor);
-      residual.type(x.type()).shape({num_rows, hidden_size}).rows();
-      params.residual = residual.data<T>();
+      params.residual = residual.rows_of(x.type(), x.size(0), x.size(1)).template data<T>();
       params.residual_stride = residual.stride(0);
     }
     run_kernel([params] { pagedllm::rms_norm(params); });
@@ -43,21 +56,12 @@ void layer_norm_heads_op(const Tensor& out_tensor, const Tensor& x_tensor, const
   const int64_t num_heads = weight.dim(2).size(0), head_dim = weight.size(1);
   const int64_t num_rows = x.rows().size(0);
   x.shape({num_rows, num_heads * head_dim});
-  out.type(x.type()).shape({num_rows, num_heads * head_dim}).rows();
+  out.rows_of(x.type(), num_rows, num_heads * head_dim);
   weight.type(ScalarType::Float).contiguous();
   dispatch(x, [&](auto element) {
-    using T = decltype(element);
-    LayerNormParams<T> params{};
-    params.out = out.data<T>();
-    params.x = x.data<const T>();
-    params.weight = weight.data<const float>();
-    params.out_stride = out.stride(0);
-    params.x_stride = x.stride(0);
-    params.num_rows = num_rows;
+    auto params = norm_params<LayerNormParams<decltype(element)>>(out, x, weight, eps);
     params.hidden_size = head_dim;
     params.num_heads = num_heads;
-    params.eps = static_cast<float>(eps);
-    params.parallel = torch_threads();
     run_kernel([params] { pagedllm::layer_norm(params); });
   });
 }
@@ -67,25 +71,14 @@ void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tenso
   const char* op = "layer_norm";
   const Argument x(op, "x", x_tensor), out(op, "out", out_tensor), weight(op, "weight", weight_tensor);
   x.rows();
-  const int64_t num_rows = x.size(0), hidden_size = x.size(1);
-  out.type(x.type()).shape({num_rows, hidden_size}).rows();
-  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
+  out.rows_of(x.type(), x.size(0), x.size(1));
+  weight.array(ScalarType::Float, {x.size(1)});
   dispatch(x, [&](auto element) {
-    using T = decltype(element);
-    LayerNormParams<T> params{};
-    params.out = out.data<T>();
-    params.x = x.data<const T>();
-    params.weight = weight.data<const float>();
+    auto params = norm_params<LayerNormParams<decltype(element)>>(out, x, weight, eps);
     if (bias_tensor) {
       const Argument bias(op, "bias", *bias_tensor);
-      params.bias = bias.type(ScalarType::Float).shape({hidden_size}).contiguous().data<const float>();
+      params.bias = bias.array(ScalarType::Float, {x.size(1)}).template data<const float>();
     }
-    params.out_stride = out.stride(0);
-    params.x_stride = x.stride(0);
-    params.num_rows = num_rows;
-    params.hidden_size = hidden_size;
-    params.eps = static_cast<float>(eps);
-    params.parallel = torch_threads();
     run_kernel([params] { pagedllm::layer_norm(params); });
   });
 }

@@ -23,11 +23,8 @@ int64_t check_packed(const Argument& weight, int64_t k) {
 
 // An Activation from `first` to `last`.
 inline Activation check_activation(const char* op, int64_t activation, Activation first, Activation last) {
-  if (activation < static_cast<int64_t>(first) || activation > static_cast<int64_t>(last)) {
-    fail(op, "activation must be from " + std::to_string(static_cast<int>(first)) + " to " +
-                 std::to_string(static_cast<int>(last)) + ", got " + std::to_string(activation));
-  }
-  return static_cast<Activation>(activation);
+  return static_cast<Activation>(
+      check_range(op, "activation", activation, static_cast<int64_t>(first), static_cast<int64_t>(last)));
 }
 
 }  // namespace pagedllm

@@ -35,7 +35,7 @@ void gather_rows_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tens
   const char* op = "gather_rows";
   const Argument out(op, "out", out_tensor), x(op, "x", x_tensor), indices(op, "indices", indices_tensor);
   const int64_t num_rows = indices.dim(1).size(0), width = x.rows().size(1);
-  out.type(x.type()).shape({num_rows, width}).rows();
+  out.rows_of(x.type(), num_rows, width);
   indices.indices(ScalarType::Int, 0, x.size(0));
   dispatch(x, [&](auto element) {
     constexpr int64_t kBytes = sizeof(element);
@@ -57,8 +57,8 @@ void gated_activation_op(const Tensor& out_tensor, const Tensor& gate_tensor, co
   const char* op = "gated_activation";
   const Argument out(op, "out", out_tensor), gate(op, "gate", gate_tensor), up(op, "up", up_tensor);
   const int64_t num_rows = gate.rows().size(0), width = gate.size(1);
-  out.type(gate.type()).shape({num_rows, width}).rows();
-  up.type(gate.type()).shape({num_rows, width}).rows();
+  out.rows_of(gate.type(), num_rows, width);
+  up.rows_of(gate.type(), num_rows, width);
   const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kClampedSwish);
   dispatch(gate, [&](auto element) {
     using T = decltype(element);
@@ -81,7 +81,7 @@ void ungated_activation_op(const Tensor& out_tensor, const Tensor& x_tensor, int
   const char* op = "ungated_activation";
   const Argument out(op, "out", out_tensor), x(op, "x", x_tensor);
   const int64_t num_rows = x.rows().size(0), width = x.size(1);
-  out.type(x.type()).shape({num_rows, width}).rows();
+  out.rows_of(x.type(), num_rows, width);
   const Activation checked = check_activation(op, activation, Activation::kSilu, Activation::kGelu);
   dispatch(x, [&](auto element) {
     using T = decltype(element);

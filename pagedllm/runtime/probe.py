@@ -11,7 +11,7 @@ import torch
 
 from pagedllm.model.decoder import Decoder
 from pagedllm.model.linear import NO_EPILOGUE, Epilogue, Linear
-from pagedllm.model.mlp import MLP
+from pagedllm.model.moe import MoE
 
 NUM_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 24, 33, 64, 100, 128, 256, 257)
 
@@ -31,9 +31,15 @@ def _products(decoder: Decoder) -> Iterator[tuple[Linear, torch.dtype, Epilogue]
     for layer in decoder.layers:
         yield layer.attention.qkv, decoder.dtype, NO_EPILOGUE
         yield layer.output, decoder.dtype, NO_EPILOGUE
-        if isinstance(layer.mlp, MLP):
-            yield layer.mlp.up, decoder.dtype, layer.mlp.gate
-            yield layer.mlp.down, decoder.dtype, NO_EPILOGUE
+        dense = layer.mlp
+        if isinstance(dense, MoE):  # experts' own products are ours, and exact
+            yield dense.router, torch.float32, NO_EPILOGUE
+            if dense.shared is None:
+                continue
+            yield dense.shared_gate, torch.float32, NO_EPILOGUE
+            dense = dense.shared
+        yield dense.up, decoder.dtype, dense.gate
+        yield dense.down, decoder.dtype, NO_EPILOGUE
     yield decoder.head, torch.float32, NO_EPILOGUE
 
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 # Blocks of 128 threads an SM has registers for: 65536 / (128 * registers).
 MAX_REGISTERS = {(16, 64): 96, (16, 80): 112, (16, 96): 120, (16, 112): 128, (16, 128): 128, (16, 256): 232}
 MAX_REGISTERS |= {(64, 64): 160, (64, 80): 168, (64, 96): 184, (64, 112): 200, (64, 128): 216, (64, 256): 255}
+MAX_REGISTERS_OF_EXPERTS = {16: 72, 64: 128}  # by rows of a tile: shared memory lets in 5 and 3 blocks of 128 threads
 MAX_REGISTERS_OF_OTHERS = 64
 
 
@@ -45,10 +46,18 @@ def attention_shape(kernel: str) -> tuple[int, int] | None:
     return (int(match[2]), int(match[1])) if match else None
 
 
+def register_budget(kernel: str) -> int:
+    if shape := attention_shape(kernel):
+        return MAX_REGISTERS.get(shape, 255)
+    if experts := re.search(r"grouped_dense_kernelI.*Li(\d+)ELb", kernel):
+        return MAX_REGISTERS_OF_EXPERTS[int(experts[1])]
+    return MAX_REGISTERS_OF_OTHERS
+
+
 @pytest.mark.parametrize("arch", GATED_ARCHS)
 def test_no_kernel_spills_or_has_a_stack(compiled: dict[tuple[str, str], dict[str, Resources]], arch: str) -> None:
     kernels = {name: r for (_, a), found in compiled.items() if a == arch for name, r in found.items()}
-    assert len(kernels) == 2 * (5 * 3 + 2) + 2 * 6 + 2 * 6 + (6 + 3) + (6 + 2) + 1 + 1 + 1
+    assert len(kernels) == 2 * (5 * 3 + 2) + 2 * 6 + 2 * 6 + (6 + 3) + (6 + 2) + 1 + 1 + 1 + 2 * 2 * 2
     assert [name for name, r in kernels.items() if r.spilled_bytes or r.stack_bytes] == []
 
 
@@ -68,9 +77,7 @@ def test_kernels_keep_to_their_register_budget(
     over = {}
     for (_, a), kernels in compiled.items():
         for name, r in kernels.items() if a == arch else ():
-            shape = attention_shape(name)
-            budget = MAX_REGISTERS.get(shape, 255) if shape else MAX_REGISTERS_OF_OTHERS
-            if r.registers > budget:
+            if r.registers > register_budget(name):
                 over[name] = r.registers
     assert over == {}
 

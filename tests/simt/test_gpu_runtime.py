@@ -15,12 +15,14 @@ from torch import Tensor
 from pagedllm import LLM, SamplingParams
 from pagedllm.config import EngineConfig
 from pagedllm.errors import LibraryError, NotEnoughMemoryError
+from pagedllm.model.decoder import Decoder
 from pagedllm.ops.cuda_attention import CudaAttentionBackend
 from pagedllm.outputs import RequestOutput
 from pagedllm.runtime.compute_device import load_kernels_of
 from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
 from pagedllm.runtime.footprint import look_at
 from pagedllm.runtime.model_runner import ModelRunner
+from pagedllm.runtime.probe import _products
 from tests.fake_gpu import FakeGpu
 from tests.model.family_models import CASES, build_case
 from tests.simt.emulator import Emulator
@@ -105,8 +107,12 @@ def test_captured_steps_of_experts_give_the_tokens_of_eager_ones(
         settings = {"enforce_eager": enforce_eager, "kv_cache_memory_bytes": MIB, "max_num_seqs": 4}
         with open_llm(tmp_path, monkeypatch, gpu, **settings) as llm:
             found[enforce_eager] = answers(llm.generate(PROMPTS, params, use_tqdm=False))
+            decoder = runner_of(llm).decoder
+            assert isinstance(decoder, Decoder)
+            probed = {linear.shape.out_features for linear, _, _ in _products(decoder)}
     assert found[True] == found[False]
     assert gpu.num_replays > 8
+    assert probed >= ({5} if name == "gpt_oss" else {6, 1})  # routers, and the shared expert's gate
 
 
 def test_captured_steps_share_prefixes(emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

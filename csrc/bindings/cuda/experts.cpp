@@ -15,7 +15,7 @@ void grouped_dense_op(const Tensor& out_tensor, const Tensor& x_tensor, const Te
   const int64_t bytes = element_bytes(type);
   check_vector_rows(x, bytes);
   check_vector_rows(out, bytes);
-  if (activation < 0 || activation > 4) fail(kOp, "activation must be from 0 to 4, got " + std::to_string(activation));
+  check_range(kOp, "activation", activation, 0, 4);
   const int64_t num_rows = x.size(0), k = x.size(1), width = out.size(1);
   const int64_t weight_rows = activation != 0 ? 2 * width : width, num_experts = weights.dim(3).size(0);
   if (num_experts < 1 || num_experts > kMaxExperts)

@@ -5,29 +5,36 @@
 namespace pagedllm {
 namespace {
 
-void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor, const Tensor& x_tensor,
-         const Tensor& weight_tensor, double eps) {
-  DeviceCall call(op, x_tensor);
-  const Argument out = call.writes("out", out_tensor), x = call.reads("x", x_tensor);  // may be the same
+// What all norms have: out and x, which may be the same, of one type and shape, and a weight a column.
+template <class Params>
+Params norm_params(DeviceCall& call, const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                   double eps) {
+  const Argument out = call.writes("out", out_tensor), x = call.reads("x", x_tensor);
   const Argument weight = call.reads("weight", weight_tensor);
   const int64_t num_rows = x.dim(2).size(0), hidden_size = x.size(1);
   out.type(x.type()).shape({num_rows, hidden_size});
-  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
-  DeviceRmsNormParams params{};
+  Params params{};
+  params.weight = weight.array(ScalarType::Float, {hidden_size}).data<const float>();
   params.type = element_type(x, true);
   check_vector_rows(x, element_bytes(params.type));
   check_vector_rows(out, element_bytes(params.type));
   params.out = out.data<void>();
   params.x = x.data<void>();
-  params.weight = weight.data<const float>();
   params.out_stride = out.stride(0);
   params.x_stride = x.stride(0);
   params.num_rows = static_cast<int32_t>(num_rows);
   params.hidden_size = static_cast<int32_t>(hidden_size);
   params.eps = static_cast<float>(eps);
+  return params;
+}
+
+void run(const char* op, const Tensor& out_tensor, const Tensor* residual_tensor, const Tensor& x_tensor,
+         const Tensor& weight_tensor, double eps) {
+  DeviceCall call(op, x_tensor);
+  auto params = norm_params<DeviceRmsNormParams>(call, out_tensor, x_tensor, weight_tensor, eps);
   if (residual_tensor != nullptr) {
     const Argument residual = call.writes("residual", *residual_tensor);
-    residual.type(x.type()).shape({num_rows, hidden_size});
+    residual.type(x_tensor.scalar_type()).shape({params.num_rows, params.hidden_size});
     check_vector_rows(residual, element_bytes(params.type));
     params.residual = residual.data<void>();
     params.residual_stride = residual.stride(0);
@@ -46,26 +53,9 @@ void add_rms_norm_op(const Tensor& out, const Tensor& residual, const Tensor& x,
 void layer_norm_op(const Tensor& out_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
                    const std::optional<Tensor>& bias_tensor, double eps) {
   DeviceCall call("layer_norm", x_tensor);
-  const Argument out = call.writes("out", out_tensor), x = call.reads("x", x_tensor);  // may be the same
-  const Argument weight = call.reads("weight", weight_tensor);
-  const int64_t num_rows = x.dim(2).size(0), hidden_size = x.size(1);
-  out.type(x.type()).shape({num_rows, hidden_size});
-  weight.type(ScalarType::Float).shape({hidden_size}).contiguous();
-  DeviceLayerNormParams params{};
-  params.type = element_type(x, true);
-  check_vector_rows(x, element_bytes(params.type));
-  check_vector_rows(out, element_bytes(params.type));
-  params.out = out.data<void>();
-  params.x = x.data<void>();
-  params.weight = weight.data<const float>();
-  params.bias = call.reads_optional<float>("bias", bias_tensor, [&](const Argument& bias) {
-    bias.type(ScalarType::Float).shape({hidden_size}).contiguous();
-  });
-  params.out_stride = out.stride(0);
-  params.x_stride = x.stride(0);
-  params.num_rows = static_cast<int32_t>(num_rows);
-  params.hidden_size = static_cast<int32_t>(hidden_size);
-  params.eps = static_cast<float>(eps);
+  auto params = norm_params<DeviceLayerNormParams>(call, out_tensor, x_tensor, weight_tensor, eps);
+  params.bias = call.reads_optional<float>(
+      "bias", bias_tensor, [&](const Argument& bias) { bias.array(ScalarType::Float, {params.hidden_size}); });
   call.check(layer_norm(params, call.stream()));
 }
 

@@ -18,8 +18,7 @@ void activation_op(const char* op, const Tensor& out_tensor, const char* x_name,
   };
   check(out);
   check(x);
-  if (activation < 1 || activation > most)
-    fail(op, "activation must be from 1 to " + std::to_string(most) + ", got " + std::to_string(activation));
+  check_range(op, "activation", activation, 1, most);
   if (up_tensor != nullptr) {
     const Argument up = call.reads("up", *up_tensor);
     check(up);
