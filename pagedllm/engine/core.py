@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pagedllm.engine.detokenizer import Detokenizer
 from pagedllm.engine.output_processor import OutputProcessor
@@ -32,18 +32,13 @@ from pagedllm.request import Request, RequestStatus
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 
-class PendingOutput(Protocol):
-    def result(self) -> ModelRunnerOutput:
-        """Waits for it. Asked for once, in the order of the launches."""
-        ...
-
-
-Launch = Callable[[SchedulerOutput], PendingOutput]
+TakeResults = Callable[[], ModelRunnerOutput]  # waits for them; called once, in the order of the launches
+Launch = Callable[[SchedulerOutput], TakeResults]
 
 
 class _StepUnderWay(NamedTuple):
     plan: SchedulerOutput
-    output: PendingOutput
+    take_results: TakeResults
 
 
 @dataclass(slots=True)
@@ -195,9 +190,10 @@ def _step_overlapped(state: _State, launch: Launch) -> None:
 def _take_results(state: _State) -> None:
     """Of the step that is under way, if one is."""
     if state.under_way is not None:
-        (plan, output), state.under_way = state.under_way, None
-        result = state.scheduler.stats.timed("execute", output.result)
-        state.scheduler.stats.timed("update", state.scheduler.update, plan, result, state.outputs.append)
+        (plan, take_results), state.under_way = state.under_way, None
+        scheduler, stats = state.scheduler, state.scheduler.stats
+        result = stats.timed("execute", take_results)
+        stats.timed("update", scheduler.update, plan, result, state.outputs.append)
 
 
 def _hand_out(state: _State, ended: list[Request]) -> list[Request]:

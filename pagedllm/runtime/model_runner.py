@@ -2,12 +2,16 @@
 
     update rows from the plan -> ForwardBatch -> attention plan -> decoder -> sampler -> ModelRunnerOutput
 
-The runner keeps the tokens it samples, so that a running request's next plan has nothing to tell it.
+The runner keeps the tokens it samples, so that a running request's next plan has nothing to tell it: on the host, and
+where a GPU computes there (`LastTokens`). A GPU computes in the background: `launch` reads nothing from it, so that the
+next step can be launched before the results of this one are taken. What those say of rows is not written to them then:
+a row may be another's meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagedllm.errors import RequestError
 from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import AttentionBackend
@@ -31,10 +34,11 @@ from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
 from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerInput
+from pagedllm.sampling.sampler import Drawn, Sampler, SamplerInput
 
 NUM_SAMPLES = attrgetter("num_samples")
 Array = NDArray[Any]
@@ -47,10 +51,13 @@ class _Draws:
     given: SamplerInput
     sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
     places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
+    keepers: NDArray[np.intp] | None  # [R] the row of LastTokens that keeps each token; None: the host keeps them
+    follow_output: bool  # whether the sampler wants to know what was drawn
 
     @property
     def arrays(self) -> list[Array]:
-        return [*self.given.arrays, *(() if self.places is None else (self.places,))]
+        """The sampler's first."""
+        return [*self.given.arrays, *(array for array in (self.places, self.keepers) if array is not None)]
 
 
 class ModelRunner:
@@ -101,30 +108,55 @@ class ModelRunner:
             self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
             if recorder is not None:
                 self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
+        self.last_tokens = LastTokens(max_num_seqs, device.torch_device) if device.is_gpu else None
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
             assert isinstance(device, Gpu)
             assert isinstance(decoder, Decoder)
+            assert self.last_tokens is not None
             with torch.inference_mode():
                 self.decode_graphs = DecodeGraphs(
-                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
+                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers, self.last_tokens,
                     max_num_seqs=min(max_num_seqs, max_num_batched_tokens), max_model_len=max_model_len,
                 )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        with self._computing():
+            return self._launch(plan)()
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Starts a step; what it returns waits for the results. They are to be taken in the order of the launches, and
+        before the next launch where a prompt is scored or a row follows its output."""
+        with self._computing():
+            take_results = self._launch(plan)
+
+        def take() -> ModelRunnerOutput:
+            with self._computing():
+                return take_results()
+
+        return take
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
         with torch_threads(self.num_threads), torch.inference_mode():
-            self._update_rows(plan)
-            self._copy_blocks(plan.blocks_to_copy)
-            if not plan.scheduled:
-                return ModelRunnerOutput((), ())
-            batch = build_forward_batch(plan, self.rows, self.block_size)
-            draws = self._prepare_draws(plan, batch)
             try:
-                logits, staged = self.forward(batch, draws.arrays if draws else [])
-                output = self._sample(plan, batch, logits, draws, staged)
-                return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
+                yield
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(self.device, error) from error
+
+    def _launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        self._update_rows(plan)
+        self._copy_blocks(plan.blocks_to_copy)
+        if not plan.scheduled:
+            return lambda: ModelRunnerOutput((), ())
+        batch = build_forward_batch(plan, self.rows, self.block_size)
+        draws = self._prepare_draws(plan, batch)
+        logits, staged = self.forward(batch, draws.arrays if draws else [])
+        if draws is None:
+            return lambda: self._with_scores(plan, batch, _nothing_sampled(plan))
+        drawn = self._draw(batch, logits, draws, staged)
+        fetched = self.device.fetch(drawn.tensors)
+        return lambda: self._with_scores(plan, batch, self._take_up(plan, batch, draws, drawn, fetched()))
 
     def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
@@ -140,6 +172,8 @@ class ModelRunner:
         arrays = builder.arrays(batch, rope_rows, plan)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
+        if self.last_tokens is not None:
+            self.last_tokens.fill(inputs.token_ids)
         if self.decode_tapes is not None and batch.is_decode:
             logits = self.decode_tapes.forward(inputs, metadata)
         else:
@@ -151,7 +185,7 @@ class ModelRunner:
         self.kv_cache.close()
         self.decoder.close()
         del self.decoder, self.buffers, self.metadata_builder, self.scorer
-        del self.decode_tapes, self.decode_graphs, self.stager
+        del self.decode_tapes, self.decode_graphs, self.stager, self.last_tokens
         if isinstance(self.device, Gpu):
             self.device.trim()
 
@@ -189,42 +223,58 @@ class ModelRunner:
         rows = batch.rows[sequences]
         positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
         given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
-        return _Draws(given, sequences, places)
+        keepers = None
+        if self.last_tokens is not None:
+            keepers = rows
+            if places is not None:
+                is_kept = [plan.scheduled[seq].num_samples > 0 for seq in sequences.tolist()]
+                is_first = np.diff(sequences, prepend=-1) > 0
+                keepers = np.where(is_first & is_kept, rows, self.last_tokens.nowhere)
+        return _Draws(given, sequences, places, keepers, self.sampling_rows.follow_output(rows))
 
-    def _sample(
-        self,
-        plan: SchedulerOutput,
-        batch: ForwardBatch,
-        logits: Tensor,
-        draws: _Draws | None,
-        staged: Sequence[Tensor],
+    def _draw(self, batch: ForwardBatch, logits: Tensor, draws: _Draws, staged: Sequence[Tensor]) -> Drawn:
+        """Tokens for each sequence whose last token is computed. staged: draws.arrays on the device, which keeps the
+        first of each where it is a GPU: placeholders stand for them in the rows."""
+        last_tokens = self.last_tokens
+        if draws.places is not None:
+            logits = logits[staged[len(draws.given.arrays)]]
+        drawn = self.sampler.launch(logits, draws.given, staged[: len(draws.given.arrays)])
+        if draws.keepers is not None and last_tokens is not None:
+            last_tokens.keep(staged[-1], drawn.tensors[0])
+            kept = draws.sequences[draws.keepers < last_tokens.nowhere]
+            self._append(batch, kept, ~batch.rows[kept])
+        return drawn
+
+    def _take_up(
+        self, plan: SchedulerOutput, batch: ForwardBatch, draws: _Draws, drawn: Drawn, fetched: Sequence[Array]
     ) -> ModelRunnerOutput:
-        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
-        num_seqs = len(batch.rows)
-        sampled: list[tuple[int, ...]] = [()] * num_seqs
-        is_finite = [True] * num_seqs
+        """What was drawn; on the host, rows take up the first of each sequence."""
+        output, sequences = self.sampler.finish(draws.given, drawn.errors, fetched), draws.sequences.tolist()
+        sampled: list[tuple[int, ...]] = [()] * len(batch.rows)
+        is_finite = [True] * len(batch.rows)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
-        errors: dict[str, RequestError] = {}
-        if draws is not None:
-            sequences = draws.sequences
-            if draws.places is not None:
-                logits, staged = logits[staged[-1]], staged[:-1]
-            output = self.sampler.run(logits, draws.given, staged)
-            if output.logprobs is not None:
-                logprobs = [()] * num_seqs
-                for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] += () if entry is None else (entry,)
-            errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
-            for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
-                sampled[seq] += (token_id,)
-            kept = batch.logits_sequences
-            if draws.places is not None or min(output.token_ids) < 0:
-                kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
-            self._keep(batch, kept, sampled)
+        if output.logprobs is not None:
+            logprobs = [()] * len(batch.rows)
+            for seq, entry in zip(sequences, output.logprobs, strict=True):
+                logprobs[seq] += () if entry is None else (entry,)
+        errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
+        for seq, token_id in zip(sequences, output.token_ids, strict=True):
+            sampled[seq] += (token_id,)
+        kept = batch.logits_sequences
+        if draws.places is not None or min(output.token_ids) < 0:
+            kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
+        token_ids = [sampled[seq][0] for seq in kept.tolist()]
+        if draws.keepers is None:
+            self._append(batch, kept, token_ids)
+        if draws.follow_output:
+            for row, token_id in zip(batch.rows[kept].tolist(), token_ids, strict=True):
+                self.sampling_rows.accept(row, token_id)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
     def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """The output with the logprobs of prompt tokens; the step's logits are done with."""
+        """The output with the logprobs of prompt tokens, if any are wanted; the step's logits are done with."""
+        if not len(batch.scored_indices):
+            return output
         assert self.scorer is not None
         scores = self.scorer.score(batch)
         is_finite = list(output.is_finite)
@@ -233,14 +283,17 @@ class ModelRunner:
         prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
         return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
 
-    def _keep(self, batch: ForwardBatch, sequences: NDArray[np.intp], sampled: Sequence[tuple[int, ...]]) -> None:
+    def _append(
+        self, batch: ForwardBatch, sequences: NDArray[np.intp], token_ids: Sequence[int] | NDArray[np.intp]
+    ) -> None:
+        """To the rows of these sequences of the batch, one token each."""
         rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
-        token_ids = [sampled[seq][0] for seq in sequences.tolist()]
         self.rows.token_ids[rows, ends] = token_ids
         self.rows.num_tokens[rows] = ends + 1
-        if self.sampling_rows.has_stateful_rows:
-            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-                self.sampling_rows.accept(row, token_id)
+
+
+def _nothing_sampled(plan: SchedulerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput([()] * len(plan.scheduled), [True] * len(plan.scheduled))
 
 
 def _drop_what_is_not_kept(

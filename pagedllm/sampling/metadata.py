@@ -80,6 +80,7 @@ class SamplingRows:
         if row in self.counts:
             self.counts[row].add(token_id)
 
-    @property
-    def has_stateful_rows(self) -> bool:
-        return bool(self.masks or self.user or self.counts)
+    def follow_output(self, rows: NDArray[np.intp]) -> bool:
+        """Whether `accept` does anything for one of these rows."""
+        followed = [kept for kept in (self.masks, self.user, self.counts) if kept]
+        return bool(followed) and not all(kept.keys().isdisjoint(rows.tolist()) for kept in followed)

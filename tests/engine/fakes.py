@@ -76,17 +76,6 @@ class _Row:
 
 
 @dataclass
-class FakePendingOutput:
-    runner: FakeRunner
-    number: int  # of the plan
-    output: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        self.runner.events.append(("result", self.number))
-        return self.output
-
-
-@dataclass
 class FakeRunner:
     """`execute` and `launch` of an engine. `non_finite` names requests whose logits are not finite, by request id."""
 
@@ -120,10 +109,16 @@ class FakeRunner:
                 self.slots[slot] = row.token_ids[position]
         return self._sample(plan)
 
-    def launch(self, plan: SchedulerOutput) -> FakePendingOutput:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         number = len(self.plans)
         self.events.append(("launch", number))
-        return FakePendingOutput(self, number, self(plan))
+        output = self(plan)
+
+        def take_results() -> ModelRunnerOutput:
+            self.events.append(("result", number))
+            return output
+
+        return take_results
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
