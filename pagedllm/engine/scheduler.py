@@ -107,14 +107,14 @@ class Scheduler(RequestStates):
                 continue
             num_computed_tokens = request.num_computed_tokens
             num_wanted_tokens = len(request.token_ids)
-            if foreseen and request.request_id in foreseen:
-                num_wanted_tokens += 1
             first_logits_index = num_wanted_tokens - 1
             if request.num_unscored_tokens:
                 first_logits_index, num_wanted_tokens = request.first_logits_index, request.num_wanted_tokens
             num_new_tokens = min(num_wanted_tokens - num_computed_tokens, budget)
-            if not num_new_tokens:  # a beam that waits for its group, or who has its last token by the step under way
-                continue
+            if not num_new_tokens:
+                if request.request_id not in foreseen:  # a beam that waits for its group; or it ends by length now
+                    continue
+                first_logits_index, num_new_tokens = num_computed_tokens, 1
             new_block_ids = allocate_slots(request, num_new_tokens)
             while new_block_ids is None and request.status is is_running:
                 has_preempted = True

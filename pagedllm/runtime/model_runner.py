@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagedllm.errors import RequestError
 from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import AttentionBackend
@@ -58,6 +59,17 @@ class _Draws:
     def arrays(self) -> list[Array]:
         """The sampler's first."""
         return [*self.given.arrays, *(array for array in (self.places, self.keepers) if array is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that computes, and what is needed to make an output of its results."""
+
+    plan: SchedulerOutput
+    batch: ForwardBatch
+    draws: _Draws | None = None  # None: nothing is sampled
+    errors: dict[int, RequestError] = field(default_factory=dict)  # by place among what is drawn
+    fetch: Callable[[], list[Array]] = list  # waits for what the sampler left on the device
 
 
 class ModelRunner:
@@ -122,41 +134,50 @@ class ModelRunner:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         with self._computing():
-            return self._launch(plan)()
+            return self._take_results(self._launch(plan))
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Starts a step; what it returns waits for the results. They are to be taken in the order of the launches, and
         before the next launch where a prompt is scored or a row follows its output."""
         with self._computing():
-            take_results = self._launch(plan)
+            launched = self._launch(plan)
 
-        def take() -> ModelRunnerOutput:
+        def take_results() -> ModelRunnerOutput:
             with self._computing():
-                return take_results()
+                return self._take_results(launched)
 
-        return take
+        return take_results
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with torch_threads(self.num_threads), torch.inference_mode():
-            try:
+        try:
+            with torch_threads(self.num_threads), torch.inference_mode():
                 yield
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(self.device, error) from error
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.device, error) from error
 
-    def _launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def _launch(self, plan: SchedulerOutput) -> _Launched | None:
+        """None where nothing is computed."""
         self._update_rows(plan)
         self._copy_blocks(plan.blocks_to_copy)
         if not plan.scheduled:
-            return lambda: ModelRunnerOutput((), ())
+            return None
         batch = build_forward_batch(plan, self.rows, self.block_size)
         draws = self._prepare_draws(plan, batch)
         logits, staged = self.forward(batch, draws.arrays if draws else [])
         if draws is None:
-            return lambda: self._with_scores(plan, batch, _nothing_sampled(plan))
+            return _Launched(plan, batch)
         drawn = self._draw(batch, logits, draws, staged)
-        fetched = self.device.fetch(drawn.tensors)
-        return lambda: self._with_scores(plan, batch, self._take_up(plan, batch, draws, drawn, fetched()))
+        return _Launched(plan, batch, draws, drawn.errors, self.device.fetch(drawn.tensors))
+
+    def _take_results(self, launched: _Launched | None) -> ModelRunnerOutput:
+        if launched is None:
+            return ModelRunnerOutput((), ())
+        num_seqs, output = len(launched.batch.rows), None
+        if launched.draws is not None:
+            output = self._take_up(launched.plan, launched.batch, launched.draws, launched.errors, launched.fetch())
+        output = output or ModelRunnerOutput([()] * num_seqs, [True] * num_seqs)
+        return self._with_scores(launched, output) if len(launched.batch.scored_indices) else output
 
     def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
         """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
@@ -246,10 +267,15 @@ class ModelRunner:
         return drawn
 
     def _take_up(
-        self, plan: SchedulerOutput, batch: ForwardBatch, draws: _Draws, drawn: Drawn, fetched: Sequence[Array]
+        self,
+        plan: SchedulerOutput,
+        batch: ForwardBatch,
+        draws: _Draws,
+        errors_by_place: dict[int, RequestError],
+        fetched: Sequence[Array],
     ) -> ModelRunnerOutput:
         """What was drawn; on the host, rows take up the first of each sequence."""
-        output, sequences = self.sampler.finish(draws.given, drawn.errors, fetched), draws.sequences.tolist()
+        output, sequences = self.sampler.finish(draws.given, errors_by_place, fetched), draws.sequences.tolist()
         sampled: list[tuple[int, ...]] = [()] * len(batch.rows)
         is_finite = [True] * len(batch.rows)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
@@ -260,10 +286,10 @@ class ModelRunner:
         errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             sampled[seq] += (token_id,)
-        kept = batch.logits_sequences
-        if draws.places is not None or min(output.token_ids) < 0:
+        kept, token_ids = batch.logits_sequences, output.token_ids
+        if draws.places is not None or min(token_ids) < 0:
             kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
-        token_ids = [sampled[seq][0] for seq in kept.tolist()]
+            token_ids = [sampled[seq][0] for seq in kept.tolist()]
         if draws.keepers is None:
             self._append(batch, kept, token_ids)
         if draws.follow_output:
@@ -271,16 +297,14 @@ class ModelRunner:
                 self.sampling_rows.accept(row, token_id)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
-    def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """The output with the logprobs of prompt tokens, if any are wanted; the step's logits are done with."""
-        if not len(batch.scored_indices):
-            return output
+    def _with_scores(self, launched: _Launched, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The output with the logprobs of prompt tokens; the step's logits are done with."""
         assert self.scorer is not None
-        scores = self.scorer.score(batch)
+        scores = self.scorer.score(launched.batch)
         is_finite = list(output.is_finite)
         for seq, rows in scores.items():
             is_finite[seq] = is_finite[seq] and not np.isnan(rows.logprobs[:, 0]).any()
-        prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
+        prompt_logprobs = {launched.plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
         return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
 
     def _append(
@@ -290,10 +314,6 @@ class ModelRunner:
         rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
         self.rows.token_ids[rows, ends] = token_ids
         self.rows.num_tokens[rows] = ends + 1
-
-
-def _nothing_sampled(plan: SchedulerOutput) -> ModelRunnerOutput:
-    return ModelRunnerOutput([()] * len(plan.scheduled), [True] * len(plan.scheduled))
 
 
 def _drop_what_is_not_kept(

@@ -82,5 +82,6 @@ class SamplingRows:
 
     def follow_output(self, rows: NDArray[np.intp]) -> bool:
         """Whether `accept` does anything for one of these rows."""
-        followed = [kept for kept in (self.masks, self.user, self.counts) if kept]
-        return bool(followed) and not all(kept.keys().isdisjoint(rows.tolist()) for kept in followed)
+        if not (self.masks or self.user or self.counts):
+            return False
+        return any(not kept.keys().isdisjoint(rows.tolist()) for kept in (self.masks, self.user, self.counts))
