@@ -164,10 +164,11 @@ class ModelRunner:
             return None
         batch = build_forward_batch(plan, self.rows, self.block_size)
         draws = self._prepare_draws(plan, batch)
-        logits, staged = self.forward(batch, draws.arrays if draws else [])
+        wants_likeliest = draws is not None and draws.given.is_greedy and self.decoder.finds_likeliest
+        scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
         if draws is None:
             return _Launched(plan, batch)
-        drawn = self._draw(batch, logits, draws, staged)
+        drawn = self._draw(batch, scores, draws, staged)
         return _Launched(plan, batch, draws, drawn.errors, self.device.fetch(drawn.tensors))
 
     def _take_results(self, launched: _Launched | None) -> ModelRunnerOutput:
@@ -179,9 +180,11 @@ class ModelRunner:
         output = output or ModelRunnerOutput([()] * num_seqs, [True] * num_seqs)
         return self._with_scores(launched, output) if len(launched.batch.scored_indices) else output
 
-    def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
-        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
-        of `tail` on the device: all that a step reads is brought there at once."""
+    def forward(
+        self, batch: ForwardBatch, tail: Sequence[Array], wants_likeliest: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What `CausalModel.forward` gives for the wanted rows, in a buffer that the next step overwrites, and the
+        arrays of `tail` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
@@ -189,17 +192,17 @@ class ModelRunner:
         graphs = self.decode_graphs
         if graphs is not None and graphs.serves(batch):
             logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
-            return self.decoder.finish_logits(logits), staged_tail or self.stager.stage(tail)
+            return logits, staged_tail or self.stager.stage(tail)
         arrays = builder.arrays(batch, rope_rows, plan)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.last_tokens is not None:
             self.last_tokens.fill(inputs.token_ids)
         if self.decode_tapes is not None and batch.is_decode:
-            logits = self.decode_tapes.forward(inputs, metadata)
+            scores = self.decode_tapes.forward(inputs, metadata, wants_likeliest)
         else:
-            logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
-        return self.decoder.finish_logits(logits), staged[len(arrays) :]
+            scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
+        return scores, staged[len(arrays) :]
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
@@ -253,13 +256,14 @@ class ModelRunner:
                 keepers = np.where(is_first & is_kept, rows, self.last_tokens.nowhere)
         return _Draws(given, sequences, places, keepers, self.sampling_rows.follow_output(rows))
 
-    def _draw(self, batch: ForwardBatch, logits: Tensor, draws: _Draws, staged: Sequence[Tensor]) -> Drawn:
-        """Tokens for each sequence whose last token is computed. staged: draws.arrays on the device, which keeps the
-        first of each where it is a GPU: placeholders stand for them in the rows."""
+    def _draw(self, batch: ForwardBatch, scores: Tensor, draws: _Draws, staged: Sequence[Tensor]) -> Drawn:
+        """Tokens for each sequence whose last token is computed. scores: of `forward`, logits or the likeliest tokens;
+        staged: draws.arrays on the device, which keeps the first of each where it is a GPU: placeholders stand for them
+        in the rows."""
         last_tokens = self.last_tokens
         if draws.places is not None:
-            logits = logits[staged[len(draws.given.arrays)]]
-        drawn = self.sampler.launch(logits, draws.given, staged[: len(draws.given.arrays)])
+            scores = scores[staged[len(draws.given.arrays)]]
+        drawn = self.sampler.launch(scores, draws.given, staged[: len(draws.given.arrays)])
         if draws.keepers is not None and last_tokens is not None:
             last_tokens.keep(staged[-1], drawn.tensors[0])
             kept = draws.sequences[draws.keepers < last_tokens.nowhere]
