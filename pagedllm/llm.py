@@ -53,7 +53,7 @@ class LLM(ScoringMethods, FileMethods):
     max_num_seqs, max_num_batched_tokens: requests and new tokens per step.
     async_scheduling: plan and launch the next step while a GPU runs one; None: where there is a GPU. A CPU computes in
         the thread that plans, so True changes nothing there, nor does it with logprobs_mode="processed_logprobs".
-        info() says what is in force. The outputs are the same.
+        info() says what is in force. The outputs are those of any other batch.
     num_threads: default: all that this process may use.
     scheduling_policy: "offline" orders a call by its prefixes and its expected lengths and runs equal requests once;
         "fcfs" runs in the order given; "priority" by `generate(..., priority=)`. The outputs are the same.

@@ -111,11 +111,7 @@ def endings(llm: LLM) -> list[SamplingParams]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {"block_size": 8},
     "eager, in chunks": {"block_size": 8, "enforce_eager": True, "max_num_batched_tokens": 10},
-    "starved": {
-        "block_size": 8, "kv_cache_memory_bytes": 48 * BYTES_PER_TOKEN, "max_model_len": 48,
-        "scheduling_policy": "fcfs", "enable_prefix_caching": False,
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -130,13 +126,24 @@ def test_outputs_are_the_same_with_and_without(opened: Callable[..., LLM], name:
             mixed = [*stops[:-1], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, repetition_penalty=1.2)]
             calls = [llm.generate(PROMPTS, params, use_tqdm=False) for params in (stops, mixed)]
             found.append([answers(outputs) for outputs in calls])
-            if name == "starved":
-                assert llm.stats.num_preemptions > 0
-            else:
-                assert llm.stats.num_cached_tokens > 0
+            assert llm.stats.num_cached_tokens > 0
     assert found[0] == found[1]
     assert {answer[1][2] for answer in found[0][0]} == {"stop"}  # type: ignore[index]
-    assert num_ahead(events) > 10
+    assert num_ahead(events) > 4
+
+
+def test_preempted_requests_get_the_same_outputs(opened: Callable[..., LLM]) -> None:
+    """Three of 16 tokens in a pool for one of 32."""
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=16, ignore_eos=True) for t in (0, 1, 0.7)]
+    crowded = {"kv_cache_memory_bytes": 32 * BYTES_PER_TOKEN, "max_model_len": 32, "block_size": 8}
+    found = []
+    for is_overlapped in (False, True):
+        with opened(async_scheduling=is_overlapped, scheduling_policy="fcfs", **crowded) as llm:
+            events = watch(llm) if is_overlapped else []
+            found.append(answers(llm.generate(["a", "zyx", "one"], params, use_tqdm=False)))
+            assert llm.stats.num_preemptions > 0
+    assert found[0] == found[1]
+    assert num_ahead(events) > 4
 
 
 def test_several_samples_beams_masks_and_callables_are_the_same(opened: Callable[..., LLM]) -> None:
