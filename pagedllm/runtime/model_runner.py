@@ -33,7 +33,7 @@ from pagedllm.runtime.compute_device import ComputeDevice, Gpu, out_of_memory
 from pagedllm.runtime.cuda_graph import DecodeGraphs
 from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
-from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
+from pagedllm.runtime.forward_batch import BatchBuilder, ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
@@ -49,7 +49,7 @@ Array = NDArray[Any]
 class _Draws:
     """What is sampled in a step."""
 
-    given: SamplerInput
+    given: SamplerInput | None  # None: the likeliest tokens, which the decoder finds
     sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
     places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
     keepers: NDArray[np.intp] | None  # [R] the row of LastTokens that keeps each token; None: the host keeps them
@@ -58,7 +58,8 @@ class _Draws:
     @property
     def arrays(self) -> list[Array]:
         """The sampler's first."""
-        return [*self.given.arrays, *(array for array in (self.places, self.keepers) if array is not None)]
+        given = self.given.arrays if self.given else ()
+        return [*given, *(array for array in (self.places, self.keepers) if array is not None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,6 @@ class ModelRunner:
         self.backend = backend
         self.kv_cache = kv_cache
         self.num_threads = num_threads
-        self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
         self.device = device
         self.stager = device.stager()
@@ -109,6 +109,7 @@ class ModelRunner:
             backend, config, kv_cache.block_size, device.torch_device, shares_prefixes=shares_prefixes
         )
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
+        self.batches = BatchBuilder(self.rows, kv_cache.block_size)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
         self.buffers = decoder.allocate_buffers(
@@ -119,7 +120,7 @@ class ModelRunner:
         if isinstance(decoder, Decoder):
             self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
             if recorder is not None:
-                self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
+                self.decode_tapes = DecodeTapes(recorder, decoder, self.metadata_builder, kv_cache.layers, self.buffers)
         self.last_tokens = LastTokens(max_num_seqs, device.torch_device) if device.is_gpu else None
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
@@ -162,9 +163,9 @@ class ModelRunner:
         self._copy_blocks(plan.blocks_to_copy)
         if not plan.scheduled:
             return None
-        batch = build_forward_batch(plan, self.rows, self.block_size)
+        batch = self.batches.build(plan)
         draws = self._prepare_draws(plan, batch)
-        wants_likeliest = draws is not None and draws.given.is_greedy and self.decoder.finds_likeliest
+        wants_likeliest = draws is not None and draws.given is None
         scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
         if draws is None:
             return _Launched(plan, batch)
@@ -185,7 +186,8 @@ class ModelRunner:
     ) -> tuple[Tensor, list[Tensor]]:
         """What `CausalModel.forward` gives for the wanted rows, in a buffer that the next step overwrites, and the
         arrays of `tail` on the device: all that a step reads is brought there at once."""
-        variants = self.rows.rope_variant[batch.token_rows]
+        has_variants = any(len(offset) > 1 for offset in self.rope_row_offsets)
+        variants = self.rows.rope_variant[batch.token_rows] if has_variants else 0
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
         plan = builder.plan(batch)
@@ -194,14 +196,13 @@ class ModelRunner:
             logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
             return logits, staged_tail or self.stager.stage(tail)
         arrays = builder.arrays(batch, rope_rows, plan)
+        if self.decode_tapes is not None and batch.is_decode:
+            return self.decode_tapes.forward(arrays, wants_likeliest), self.stager.stage(tail)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.last_tokens is not None:
             self.last_tokens.fill(inputs.token_ids)
-        if self.decode_tapes is not None and batch.is_decode:
-            scores = self.decode_tapes.forward(inputs, metadata, wants_likeliest)
-        else:
-            scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
+        scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
         return scores, staged[len(arrays) :]
 
     def close(self) -> None:
@@ -244,10 +245,10 @@ class ModelRunner:
         if set(map(NUM_SAMPLES, plan.scheduled)) != {1}:
             places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
             sequences = sequences[places]
-        rows = batch.rows[sequences]
-        positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-        given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
-        keepers = None
+        rows, given, keepers = batch.rows[sequences], None, None
+        if not self.decoder.finds_likeliest or self.sampling_rows.needs_logits[rows].any():
+            positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
+            given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
         if self.last_tokens is not None:
             keepers = rows
             if places is not None:
@@ -260,10 +261,11 @@ class ModelRunner:
         """Tokens for each sequence whose last token is computed. scores: of `forward`, logits or the likeliest tokens;
         staged: draws.arrays on the device, which keeps the first of each where it is a GPU: placeholders stand for them
         in the rows."""
-        last_tokens = self.last_tokens
+        given, last_tokens = draws.given, self.last_tokens
+        num_given = len(given.arrays) if given else 0
         if draws.places is not None:
-            scores = scores[staged[len(draws.given.arrays)]]
-        drawn = self.sampler.launch(scores, draws.given, staged[: len(draws.given.arrays)])
+            scores = scores[staged[num_given]]
+        drawn = self.sampler.launch(scores, given, staged[:num_given]) if given else Drawn([scores], {})
         if draws.keepers is not None and last_tokens is not None:
             last_tokens.keep(staged[-1], drawn.tensors[0])
             kept = draws.sequences[draws.keepers < last_tokens.nowhere]

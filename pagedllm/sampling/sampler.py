@@ -64,12 +64,6 @@ class SamplerInput:
         return np.flatnonzero(self.num_logprobs >= 0)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether each row's likeliest token is all that is wanted."""
-        is_plain = self.edits is None and not self.has_user and not self.errors
-        return is_plain and not self.parameters[0].any() and bool((self.num_logprobs < 0).all())
-
-    @property
     def arrays(self) -> list[Array]:
         return [*self.parameters, self.wants_logprobs, *(edit for edit in self.edits or () if edit is not None)]
 
@@ -124,11 +118,8 @@ class Sampler:
         )
 
     def launch(self, logits: Tensor, given: SamplerInput, staged: Sequence[Tensor]) -> Drawn:
-        """logits [R, vocab_size] float32, may be edited, or where `given.is_greedy` the likeliest tokens [R] int32;
-        staged: given.arrays on their device. The caller tells `SamplingRows.accept` which tokens it keeps."""
-        if logits.dim() == 1:
-            assert given.is_greedy
-            return Drawn([logits], {})
+        """logits [R, vocab_size] float32, may be edited; staged: given.arrays on their device. The caller tells
+        `SamplingRows.accept` which tokens it keeps."""
         parameters, (wants_logprobs, *rest) = staged[: len(given.parameters)], staged[len(given.parameters) :]
         edits = None
         if given.edits is not None:
@@ -155,11 +146,14 @@ class Sampler:
             tensors += self._top(raw, token_ids[wants_logprobs], int(given.num_logprobs.max()))
         return Drawn(tensors, errors)
 
-    def finish(self, given: SamplerInput, errors: dict[int, RequestError], fetched: Sequence[Array]) -> SamplerOutput:
-        """fetched: `Drawn.tensors` on the host, from which everything is copied."""
+    def finish(
+        self, given: SamplerInput | None, errors: dict[int, RequestError], fetched: Sequence[Array]
+    ) -> SamplerOutput:
+        """fetched: `Drawn.tensors` on the host, from which everything is copied; given: None where they are only token
+        ids that the decoder found."""
         token_ids, *top = fetched
         logprobs: list[TokenLogprobs | None] | None = None
-        if top:
+        if given is not None and top:
             logprobs = [None] * len(given.rows)
             places = given.wants_logprobs
             entries = _token_logprobs(_joined(token_ids[places], *top), given.num_logprobs[places])
