@@ -66,11 +66,13 @@ class Worker {
         const Keys keys = keys_of(task, part, key);
         const int first_row = part == 0 ? 0 : first_row_[part - 1];
         const int end_row = part == 0 ? num_rows_ : first_row_[part];
+        if (part == 0) begin_tails(keys);
         for (int tile = keys.first_tile; tile < keys.end_key; tile += kKeyTile) {
-          look_ahead(task, part, key, tile + kKeyTile, next);
+          if (num_tails_ == 0) look_ahead(task, part, key, tile + kKeyTile, next);
           run_tile(*keys.item, tile, std::min(tile + kKeyTile, keys.end_key), first_row, end_row);
           while (!lines_.is_empty()) lines_.ask();
         }
+        num_tails_ = 0;
       }
       for (int i = 0; i < task.num_items; ++i) end_split(i, key / kKeySplit);
     }
@@ -176,6 +178,34 @@ class Worker {
                             std::min(ahead.first_tile + kKeyTile, ahead.end_key));
   }
 
+  // Keys that many rows share take longer to compute than to read, and memory would be idle: meanwhile the tiles that
+  // items have besides are asked for, spread evenly over the groups of rows (in a decode step with a prefix of 480
+  // tokens that halves what is left of attention's waiting).
+  void begin_tails(const Keys& shared) {
+    num_tails_ = tail_credit_ = 0;
+    if (num_rows_ <= kRowsToLookAhead || shared.is_empty()) return;
+    tail_part_ = 0;
+    tail_ = {};
+    for (int part = 1; part <= task_.num_items; ++part) {
+      const Keys tail = keys_of(task_, part, shared.first_tile);
+      if (!tail.is_empty()) num_tails_ += (tail.end_key - tail.first_tile + kKeyTile - 1) / kKeyTile;
+    }
+    num_groups_ = (shared.end_key - shared.first_tile) / kKeyTile * ((num_rows_ + kRows - 1) / kRows);
+  }
+
+  void queue_tail() {
+    tail_credit_ += num_tails_;
+    if (tail_credit_ < num_groups_ || !lines_.is_empty()) return;
+    while (tail_.is_empty()) {
+      if (tail_part_ == task_.num_items) return;
+      tail_ = keys_of(task_, ++tail_part_, task_.items->first_key);
+    }
+    lines_ = keys_.lines_of(blocks_of(*tail_.item), task_.kv_head, tail_.first_tile,
+                            std::min(tail_.first_tile + kKeyTile, tail_.end_key));
+    tail_.first_tile += kKeyTile;
+    tail_credit_ -= num_groups_;
+  }
+
   // Rows first .. last against a tile of the item's keys.
   void run_tile(const AttentionItem& item, int tile, int tile_end, int first, int last) {
     bool is_located = false;
@@ -201,6 +231,7 @@ class Worker {
 
   // A few rows against keys begin .. end of the tile, all of which they see.
   void run_group(int first, int count, int begin, int end) {
+    if (num_tails_ > 0) queue_tail();
     const int first_vector = begin / 16, end_vector = (end + 15) / 16;
     score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
           p_.head_dim / Step<T>::kElements, scores_ + 16 * first_vector, lines_);
@@ -332,6 +363,10 @@ class Worker {
   int num_rows_ = 0;
   KeyTile<T> keys_;
   LineQueue lines_{};
+  // what is left of begin_tails
+  int num_tails_ = 0, num_groups_ = 0, tail_credit_ = 0;
+  int tail_part_ = 0;
+  Keys tail_{};
 
   int first_row_[kMaxRowsPerItem + 1];  // of each item
   // of each row
