@@ -22,7 +22,7 @@ from torch import Tensor
 from pagedllm.ops._library import operator
 from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
-from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRuns, find_shared_runs
+from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRunFinder, SharedRuns
 
 WORK_COLUMNS = 8
 MERGE_COLUMNS = 4
@@ -256,6 +256,10 @@ class CpuAttentionBackend(AttentionBackend):
     rows_per_item = 48  # +5 % over 32 at head_dim 64 and 128; the kernel can do 64
     tiles_not_split = 8  # so many row tiles of one sequence are work enough without splitting their keys
 
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace)
+        self._finder = SharedRunFinder(TilesSaved())
+
     def plan(
         self,
         q_lens: NDArray[np.int32],
@@ -297,7 +301,7 @@ class CpuAttentionBackend(AttentionBackend):
 
         if block_tables:
             is_candidate = (q_lens == 1)[seq] & (num_items == num_splits) & (num_rows == group)
-            runs = find_shared_runs(seq[is_candidate], seq_lens, block_tables, block_size, TilesSaved())
+            runs = self._finder.find(seq[is_candidate], seq_lens, block_tables, block_size)
             if runs is not None:
                 work[1:] = put_together(work[1:], runs)
         return AttentionPlan(work, merge, num_places * shape.num_kv_heads * (shape.head_dim + 2))

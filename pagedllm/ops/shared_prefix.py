@@ -101,6 +101,47 @@ def find_shared_runs(
     return SharedRuns(seqs[order], first, count, splits, tiles)
 
 
+class SharedRunFinder:
+    """find_shared_runs, which is not done again while the batch is what it was: sequences that all grew by as many keys
+    have the same blocks in common. Comparing tables takes a CPU 0.4 ms less for 128 sequences (docs/log.md)."""
+
+    def __init__(self, rule: SharingRule) -> None:
+        self._rule = rule
+        self._known: _KnownBatch | None = None
+
+    def find(
+        self, seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables, block_size: int
+    ) -> SharedRuns | None:
+        if self._known is None or not self._known.is_like(seqs, seq_lens, block_tables):
+            found = find_shared_runs(seqs, seq_lens, block_tables, block_size, self._rule)
+            self._known = _KnownBatch(seqs, seq_lens[seqs], [table[seqs] for table in block_tables], block_size, found)
+        return self._known.found
+
+
+class _KnownBatch:
+    def __init__(
+        self, seqs: Ints, lengths: NDArray[np.int32], tables: Tables, block_size: int, found: SharedRuns | None
+    ) -> None:
+        """lengths and tables: of each of `seqs`."""
+        self.seqs, self.lengths, self.tables, self.found = seqs, lengths, tables, found
+        width = max((table.shape[1] for table in tables), default=0)
+        self.is_free = np.arange(width) >= -(-lengths // block_size)[:, None]  # entries of a table that held no key
+
+    def is_like(self, seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables) -> bool:
+        if not np.array_equal(seqs, self.seqs) or len(block_tables) != len(self.tables):
+            return False
+        growth = seq_lens[seqs] - self.lengths
+        if len(growth) and (growth[0] < 0 or (growth != growth[0]).any()):
+            return False
+        for table, known in zip(block_tables, self.tables, strict=True):
+            width = known.shape[1]
+            if table.shape[1] < width:
+                return False
+            if not ((table[seqs, :width] == known) | self.is_free[:, :width]).all():
+                return False
+        return True
+
+
 class _Split:
     """Groups of one split."""
 
