@@ -142,6 +142,7 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
     sinks = argument.type(ScalarType::Float).shape({s.num_q_heads}).contiguous().data<const float>();
   }
   if (window < 0) fail(kOp, "window must be >= 0, got " + std::to_string(window));
+  if (!(scale > 0.0)) fail(kOp, "scale must be > 0, got " + std::to_string(scale));
   int64_t num_items = 0, num_merges = 0;
   const auto* items = rows_of<AttentionItem>(work, &num_items);
   const auto* merges = rows_of<AttentionMerge>(merge, &num_merges);

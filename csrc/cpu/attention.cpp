@@ -2,30 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <vector>
 
 #include "cpu/attention_blocks.h"
+#include "cpu/attention_softmax.h"
 #include "cpu/attention_tile.h"
-#include "cpu/vector_math.h"
 
 namespace pagedllm {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kVectors = kKeyTile / 16;  // of a tile's scores
-constexpr int kRowsTogether = 48;        // of items that share keys, in one task
-
-constexpr float kLog2E = 1.44269504f;
-
-// 2^(from - to) for the maxima of two sets of scores; a set of none has -infinity and weighs nothing.
-float decay_between(float from, float to) {
-  if (from == to) return from == -kInfinity ? 0.0f : 1.0f;
-  float lanes[16];
-  store(lanes, exp2_of_negative(f32x16::broadcast(from - to)));
-  return lanes[0];
-}
+constexpr int kRowsTogether = 48;  // of items that share keys, in one task
 
 // Unnormalized softmax of a row over some keys. Scores are times log2 e, so that weights are powers of two.
 struct Partial {
@@ -101,6 +88,7 @@ class Worker {
   // Position of the first new token of a sequence.
   int first_position(int seq) const { return p_.seq_lens[seq] - (p_.cu_seqlens_q[seq + 1] - p_.cu_seqlens_q[seq]); }
   int lowest_key(int position) const { return p_.window > 0 ? std::max(0, position + 1 - p_.window) : 0; }
+
   // Of the split that begins with `key`: part 0 are the keys that the task's items share, part i + 1 those that item i
   // has besides.
   Keys keys_of(const Task& task, int part, int key) const {
@@ -179,8 +167,8 @@ class Worker {
   }
 
   // Keys that many rows share take longer to compute than to read, and memory would be idle: meanwhile the tiles that
-  // items have besides are asked for, spread evenly over the groups of rows (in a decode step with a prefix of 480
-  // tokens that halves what is left of attention's waiting).
+  // items have besides are asked for, spread evenly over the groups of rows (with a prefix of 480 tokens, 3 of the 55
+  // ms of a decode step).
   void begin_tails(const Keys& shared) {
     num_tails_ = tail_credit_ = 0;
     if (num_rows_ <= kRowsToLookAhead || shared.is_empty()) return;
@@ -232,75 +220,20 @@ class Worker {
   // A few rows against keys begin .. end of the tile, all of which they see.
   void run_group(int first, int count, int begin, int end) {
     if (num_tails_ > 0) queue_tail();
-    const int first_vector = begin / 16, end_vector = (end + 15) / 16;
-    score(count, end_vector - first_vector, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
-          p_.head_dim / Step<T>::kElements, scores_ + 16 * first_vector, lines_);
+    const int first_vector = begin / 16, num_vectors = (end + 15) / 16 - first_vector;
+    float* scores = scores_ + 16 * first_vector;
+    score(count, num_vectors, q_ + first * kMaxHeadDim, keys_.k() + first_vector, keys_.k_stride(),
+          p_.head_dim / Step<T>::kElements, scores, lines_);
+    if (p_.softcap > 0.0f) cap_scores(count, num_vectors, p_.scale, p_.softcap, scores);
+    hide_scores(count, begin - 16 * first_vector, end - 16 * first_vector, scores);
     alignas(64) float decay[16];
-    weigh(first, count, begin, end, decay);
+    with_constant<kKeyTile / 16>(num_vectors, [&](auto vectors) {
+      weigh_rows<T, vectors()>(count, factor_, scores, max_ + first, sum_lanes_ + 16 * first,
+                               weights_ + 16 * first_vector, decay);
+    });
     Run<T> runs[KeyTile<T>::kMaxRuns];
     const int num_runs = keys_.cut_runs(begin, end, runs);
     accumulate(count, p_.head_dim, weights_, runs, num_runs, decay, values_ + first * p_.head_dim, lines_);
-  }
-
-  // Scores become weights 2^(score - max) of keys begin .. end; decay[r] is what earlier weights of a row are to be
-  // multiplied by.
-  void weigh(int first, int count, int begin, int end, float* decay) {
-    const int first_vector = begin / 16, end_vector = (end + 15) / 16;
-    if (p_.softcap > 0.0f) cap(count, first_vector, end_vector);
-    if (begin % 16 || end % 16) hide_all_but(begin, end, count);
-    with_constant<kVectors>(end_vector - first_vector, [&](auto vectors) {
-      weigh_vectors<vectors()>(first, count, scores_ + 16 * first_vector, weights_ + 16 * first_vector, decay);
-    });
-  }
-
-  // Row after row twice, so that the powers of all decays are one.
-  template <int V>
-  void weigh_vectors(int first, int count, const float* scores, T* weights, float* decay) {
-    const f32x16 factor = f32x16::broadcast(factor_);
-    alignas(64) float new_max[16] = {}, old_max[16] = {};
-    for (int r = 0; r < count; ++r) {
-      f32x16 max = load(scores + r * kKeyTile);
-#pragma GCC unroll 8
-      for (int v = 1; v < V; ++v) max = pagedllm::max(max, load(scores + r * kKeyTile + 16 * v));
-      old_max[r] = max_[first + r];
-      new_max[r] = max_[first + r] = std::max(old_max[r], reduce_max(max) * factor_);
-    }
-    store(decay, exp2_of_negative(load(old_max) - load(new_max)));
-    for (int r = 0; r < count; ++r) {
-      if (new_max[r] == -kInfinity) decay[r] = 0.0f;  // neither before nor now is there a key
-      const f32x16 reference = f32x16::broadcast(new_max[r] == -kInfinity ? 0.0f : new_max[r]);
-      f32x16 sum = f32x16::zero();
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
-        const f32x16 weight = exp2_of_negative(load(scores + r * kKeyTile + 16 * v) * factor - reference);
-        store(weights + r * kKeyTile + 16 * v, weight);
-        sum = v == 0 ? weight : sum + weight;
-      }
-      float* lanes = sum_lanes_ + 16 * (first + r);
-      store(lanes, fma(load(lanes), f32x16::broadcast(decay[r]), sum));
-    }
-  }
-
-  void cap(int count, int first_vector, int end_vector) {
-    const f32x16 cap = f32x16::broadcast(p_.softcap), scale = f32x16::broadcast(p_.scale);
-    for (int r = 0; r < count; ++r) {
-      for (float* s = scores_ + r * kKeyTile + 16 * first_vector; s < scores_ + r * kKeyTile + 16 * end_vector;
-           s += 16) {
-        store(s, cap * tanh(load(s) * scale / cap));
-      }
-    }
-  }
-
-  // What lies beside keys begin .. end in their vectors becomes -infinity.
-  void hide_all_but(int begin, int end, int count) {
-    const f32x16 none = f32x16::broadcast(-kInfinity);
-    for (int r = 0; r < count; ++r) {
-      float* first = scores_ + r * kKeyTile + begin / 16 * 16;
-      store(first, select_first(begin % 16, none, load(first)));
-      if (end % 16 == 0) continue;
-      float* last = scores_ + r * kKeyTile + end / 16 * 16;
-      store(last, select_first(end % 16, load(last), none));
-    }
   }
 
   void end_split(int i, int split) {

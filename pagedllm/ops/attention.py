@@ -154,7 +154,7 @@ def paged_attention(
     k_cache, v_cache: one layer's, in the backend's layout; slots past a sequence's end may hold anything, NaN too, and
               so may those before the window of its first new token, whose entries in block_table may be any block
     sinks:    [num_q_heads] float32 or None (gpt-oss)
-    scale:    multiplies q.k;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
+    scale:    multiplies q.k, above 0;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
     window:   0 = all earlier keys, else the last `window` keys, the token itself included
     Others as in AttentionMetadata.
     """
