@@ -36,6 +36,12 @@ def test_rms_norm_is_as_exact_as_torch(emulator: Emulator, dtype: torch.dtype, h
     expected = norm_in_float64(x, weight, 1e-5)
     own = torch.nn.functional.rms_norm(x.float(), (hidden_size,), weight, 1e-5).to(dtype)
     assert relative_error(out, expected) <= 2 * relative_error(own, expected)
+
+
+def test_rms_norm_reads_a_row_twice_and_writes_it_once(emulator: Emulator) -> None:
+    x = random_rows(3, 576, torch.bfloat16)
+    out = torch.empty(3, 576, dtype=torch.bfloat16)
+    rms_norm(SIMT, out, x, torch.ones(576), 1e-5)
     assert emulator.traffic()["x"].bytes_read == 2 * x.numel() * x.element_size()  # the second time from L1
     assert emulator.traffic()["out"].bytes_written == out.numel() * out.element_size()
 
