@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from tests.tiny import VOCAB_SIZE, save_tiny_model
 
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 KINDS = ("llama", "qwen3", "gemma3")  # plain; q/k norm; windows, two ropes, soft caps
-LENGTHS = (5, 40, 1, 23, 40, 64)
 MIN_CLEAR = 10  # choices that have to be clear for a comparison of tokens to mean something
 OVERLAP = "async_scheduling"  # the keyword
 ENGINE: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 128}
@@ -75,7 +74,7 @@ def compare_with_cpu(target: Target, results: Results, folder: Path, name: str, 
     """The device's greedy tokens, scored in float32 on the CPU: where that is surer than errors are large, they are its
     own choice. Errors are at most half as large again as those of the CPU's 16-bit kernels."""
     with results.check(f"tokens of {name} against the CPU") as notes:
-        prompts = random_ids(len(LENGTHS), LENGTHS, vocab_size)
+        prompts = random_ids(len(target.sizes.lengths), target.sizes.lengths, vocab_size)
         greedy = SamplingParams(temperature=0, max_tokens=target.sizes.num_tokens, ignore_eos=True, detokenize=False)
         with open_llm(target, folder) as llm:
             outputs = llm.generate(as_prompts(prompts), greedy, use_tqdm=False)
@@ -121,21 +120,21 @@ def answers(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [(tuple(o.outputs[0].token_ids), list(o.outputs[0].logprobs or [])) for o in outputs]
 
 
-def various_params(num_tokens: int) -> list[SamplingParams]:
-    common = {"max_tokens": num_tokens, "ignore_eos": True, "detokenize": False, "logprobs": 2}
+def various_params(target: Target, count: int) -> list[SamplingParams]:
+    common = {"max_tokens": target.sizes.num_tokens, "ignore_eos": True, "detokenize": False, "logprobs": 2}
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 2},
         {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
         {"temperature": 1.2, "min_p": 0.02, "seed": 3, "logit_bias": {5: 2.0}},
     ]
-    return [SamplingParams(**common, **kinds[n % len(kinds)]) for n in range(len(LENGTHS))]
+    return [SamplingParams(**common, **kinds[n % len(kinds)]) for n in range(count)]
 
 
 def compare_settings(target: Target, results: Results, folder: Path) -> None:
     """Alone, in a batch, reversed, from the cache and in chunks: equal, if the probe of products promises it."""
-    prompts = as_prompts(random_ids(len(LENGTHS), LENGTHS, VOCAB_SIZE, seed=1))
-    params = various_params(target.sizes.num_tokens)
+    prompts = as_prompts(random_ids(len(target.sizes.lengths), target.sizes.lengths, VOCAB_SIZE, seed=1))
+    params = various_params(target, len(prompts))
     with open_llm(target, folder, deterministic=True, enable_prefix_caching=False) as llm:
         is_promised = bool(llm.info()["deterministic"])
         alone = [answers(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
@@ -168,16 +167,15 @@ def compare_graphs(target: Target, results: Results, folder: Path) -> None:
     with results.check("captured steps give what eager ones give") as notes:
         for enforce_eager in (True, False):
             with open_llm(target, folder, enforce_eager=enforce_eager, enable_prefix_caching=False) as llm:
-                found.append([same_lengths(target, llm, size) for size in (1, 2, 4, 8)])
-        notes.say("batches of 1, 2, 4 and 8")
-        differing = [size for size, a, b in zip((1, 2, 4, 8), *found, strict=True) if a != b]
+                found.append([same_lengths(target, llm, size) for size in target.sizes.graph_batches])
+        notes.say(f"batches of {target.sizes.graph_batches}")
+        differing = [size for size, a, b in zip(target.sizes.graph_batches, *found, strict=True) if a != b]
         assert not differing, f"they differ in batches of {differing}"
 
 
 def same_lengths(target: Target, llm: LLM, size: int) -> list[Any]:
     prompts = as_prompts(random_ids(size, (9,), VOCAB_SIZE, seed=size))
-    params = [replace(various_params(target.sizes.num_tokens)[n % 4]) for n in range(size)]
-    return answers(llm.generate(prompts, params, use_tqdm=False))
+    return answers(llm.generate(prompts, various_params(target, size), use_tqdm=False))
 
 
 def compare_overlap(target: Target, results: Results, folder: Path) -> None:
@@ -191,8 +189,8 @@ def compare_overlap(target: Target, results: Results, folder: Path) -> None:
         for is_on in (False, True):
             settings = {OVERLAP: is_on, "enable_prefix_caching": False}
             with open_llm(target, folder, **settings) as llm:
-                found.append([same_lengths(target, llm, size) for size in (1, 2, 4, 8)])
-        notes.say("batches of 1, 2, 4 and 8")
+                found.append([same_lengths(target, llm, size) for size in target.sizes.graph_batches])
+        notes.say(f"batches of {target.sizes.graph_batches}")
         assert found[0] == found[1], "tokens or log probabilities differ"
 
 
@@ -200,7 +198,7 @@ def compare_overlap(target: Target, results: Results, folder: Path) -> None:
 
 
 def check_memory(target: Target, results: Results, folder: Path) -> None:
-    prompts, params = as_prompts(random_ids(4, LENGTHS, VOCAB_SIZE)), SamplingParams(max_tokens=4, detokenize=False)
+    prompts, params = as_prompts(random_ids(4, (9,), VOCAB_SIZE)), SamplingParams(max_tokens=4, detokenize=False)
     gpu = target.gpu()
     with open_llm(target, folder) as llm:  # libraries keep what they take at their first call
         llm.generate(prompts, params, use_tqdm=False)
@@ -209,8 +207,9 @@ def check_memory(target: Target, results: Results, folder: Path) -> None:
     with results.check("close gives the memory back") as notes:
         with open_llm(target, folder) as llm:
             llm.generate(prompts, params, use_tqdm=False)
-            notes.say(f"{(gpu.memory().allocated - before.allocated) / 2**20:.0f} MiB")
-            assert gpu.memory().allocated > before.allocated + POOL_BYTES // 2, "the engine took nothing"
+            taken = gpu.memory().allocated - before.allocated
+            notes.say(f"{taken / 2**20:.1f} MiB")
+            assert taken > 0, "the engine took nothing"
         check_equal(gpu.memory(), before)
     with results.check("close gives the memory back after an exception"):
         llm = open_llm(target, folder)

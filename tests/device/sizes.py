@@ -58,7 +58,9 @@ class Sizes:
     prefills: tuple[tuple[int, int, int], ...]  # (sequences, new tokens of each, keys of each, new ones included)
     num_runs: int  # of which a figure is the median
     small: Shape  # whose tokens are compared with the CPU's
-    num_tokens: int  # of outputs that are compared
+    lengths: tuple[int, ...]  # of the prompts whose outputs are compared
+    num_tokens: int  # of each of these outputs
+    graph_batches: tuple[int, ...]  # sequences, each as many as a graph has places
     shapes: tuple[Shape, ...]  # whose decode steps are timed
     step_batches: tuple[int, ...]
     step_context: int
@@ -84,7 +86,9 @@ ON_A_GPU = Sizes(
     prefills=((4, 2048, 2048), (1, 8192, 8192), (4, 2048, 8192)),
     num_runs=7,
     small=SMOLLM2,
+    lengths=(5, 40, 1, 23, 40, 64),
     num_tokens=32,
+    graph_batches=(1, 2, 4, 8),
     shapes=(ONE_B, EIGHT_B),
     step_batches=(64, 128, 256),
     step_context=1024,
@@ -104,7 +108,9 @@ REHEARSED = Sizes(
     prefills=((1, 24, 40),),
     num_runs=1,
     small=TOY,
-    num_tokens=6,
+    lengths=(5, 1, 18),
+    num_tokens=4,
+    graph_batches=(1, 2),
     shapes=(TOY,),
     step_batches=(2,),
     step_context=24,
