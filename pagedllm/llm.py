@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagedllm.assembly import Assembly, assemble
 from pagedllm.beam_search_params import BeamSearchParams
 from pagedllm.call import Call
+from pagedllm.call_arguments import OnError, check_on_error, params_per_prompt, priority_per_prompt
 from pagedllm.call_lock import CallLock
 from pagedllm.config import MAX_LOGPROBS_DEFAULT, EngineConfig, SchedulingPolicy
-from pagedllm.errors import NotEnoughMemoryError, NotSupportedError
+from pagedllm.errors import NotEnoughMemoryError
+from pagedllm.file_methods import FileMethods
 from pagedllm.fingerprint import fingerprint
 from pagedllm.keywords import RENAMED_LLM_KEYWORDS, checks_keywords
 from pagedllm.open_requests import OpenRequests, abort_requests
@@ -26,7 +28,6 @@ from pagedllm.outputs import RequestOutput, RequestOutputs
 from pagedllm.prompts import Prompt, iter_prompts, parse_conversations, parse_one, parse_prompts
 from pagedllm.request_builder import ChatOptions, EncodedPrompt
 from pagedllm.sampling_params import SamplingParams, is_int
-from pagedllm.scoring import SCORING
 from pagedllm.scoring_methods import ScoringMethods
 from pagedllm.submitter import Submitter
 from pagedllm.vllm_keywords import FOREIGN_LLM_KEYWORDS
@@ -36,17 +37,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pagedllm.engine.stats import EngineStats
-    from pagedllm.jobs.options import IfExists, Order, Retry
-    from pagedllm.jobs.plan import JobPlan
-    from pagedllm.jobs.report import JobReport
-    from pagedllm.jobs.runner import Job
-    from pagedllm.request import Request
-
-OnError = Literal["raise", "return"]
 
 
 @checks_keywords(RENAMED_LLM_KEYWORDS, FOREIGN_LLM_KEYWORDS)
-class LLM(ScoringMethods):
+class LLM(ScoringMethods, FileMethods):
     """A model, ready to generate. `close()` or `with` gives its memory back.
 
     model: a folder (config.json, safetensors, tokenizer), a GGUF file, or a Hugging Face id ("organisation/name"),
@@ -207,7 +201,7 @@ class LLM(ScoringMethods):
         aborts what is under way. A step of another call that fails ends it too, with finish_reason "abort". An
         exception out of the iterator, KeyboardInterrupt too, has in `.outputs` what was not given out yet.
         """
-        _check_on_error(on_error)
+        check_on_error(on_error)
         if max_in_flight is not None and (not is_int(max_in_flight) or max_in_flight < 1):
             raise ValueError(f"max_in_flight must be None or an int >= 1, got {max_in_flight!r}")
         if isinstance(sampling_params, (str, bytes, Mapping)):
@@ -217,7 +211,7 @@ class LLM(ScoringMethods):
         with self._lock:
             assembly = self._open()
             is_one = sampling_params is None or isinstance(sampling_params, SamplingParams)
-            params = self._params(assembly, sampling_params, 1)[0] if is_one else iter(sampling_params)  # type: ignore
+            params = params_per_prompt(assembly, sampling_params, 1)[0] if is_one else iter(sampling_params)  # type: ignore
             iterator = OutputIterator(
                 self._lock,
                 self._open,
@@ -276,28 +270,14 @@ class LLM(ScoringMethods):
                 self._submitter = self._submitter or Submitter(self)
         return self._submitter.submit(parsed, None if params is None else params.clone())
 
-    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: see the error."""
-        raise NotSupportedError(
-            "LLM.score means the similarity of texts in other libraries: for how likely a continuation is, "
-            "there is loglikelihood(prompts, continuations)"
-        )
-
     def get_tokenizer(self) -> Any:
         """The model's tokenizer as a transformers object; made on the first call, from local files."""
-        from pathlib import Path
+        from pagedllm.tokenizer import transformers_tokenizer
 
         with self._lock:
-            source = Path(self._open().builder.tokenizer.source)
+            source = self._open().builder.tokenizer.source
             if self._transformers_tokenizer is None:
-                from transformers import AutoTokenizer
-
-                is_file = source.is_file()
-                self._transformers_tokenizer = AutoTokenizer.from_pretrained(
-                    source.parent if is_file else source,
-                    local_files_only=True,
-                    **({"gguf_file": source.name} if is_file else {}),
-                )
+                self._transformers_tokenizer = transformers_tokenizer(source)
             return self._transformers_tokenizer
 
     def reset_seed(self, seed: int) -> None:
@@ -307,90 +287,6 @@ class LLM(ScoringMethods):
             self._open().seed = seed
             self.config = config
             self._num_calls = 0
-
-    def run_file(
-        self,
-        input: str | os.PathLike[str],
-        output: str | os.PathLike[str],
-        *,
-        sampling_params: Mapping[str, Any] | None = None,
-        task: Literal["generate", "loglikelihood"] = "generate",
-        if_exists: IfExists = "resume",
-        retry: Retry | None = None,
-        limit: int | None = None,
-        shard: tuple[int, int] = (1, 1),
-        order: Order = "input",
-        max_failed: int | float | None = None,
-        report: str | os.PathLike[str] | None = None,
-        report_text: bool = False,
-        template: str | None = None,
-        chat: bool = False,
-        system: str | None = None,
-        keep: str | Sequence[str] = "all",
-        output_column: str = "output",
-        output_prefix: str = "",
-    ) -> JobReport:
-        """Runs a file of rows into a file of results, in input order. Again: it continues.
-
-        JSON lines, plain or .gz; .csv and .tsv; .parquet. A row has `prompt` or `messages`, perhaps `sampling_params`,
-        and any other fields, which come back with the result's columns. The row's own sampling_params come first, then
-        those given here (a dict of fields), then the model's generation_config.json, then the neutral defaults.
-
-        task: "loglikelihood" scores each row's `continuation` after its prompt, instead of writing one: no sampling
-            parameters then, and the columns logprob, is_greedy, token_ids and token_logprobs besides.
-        if_exists: "resume" continues what an earlier run of the same job left (in OUT.partial) and computes what is new
-            in the input; "overwrite" starts anew; "fail" refuses. retry: "failed" rows, or those that were "cut" by a
-            length, are run again, the latter from where they stopped. limit: the first rows only. shard: (i, n), every
-            n-th row from the i-th on. order: of the results, "input" or "completion". max_failed: rows, or a share
-            (float); the job stops at more.
-        template: makes the prompt: {column} is replaced, other braces stay. chat: the prompt is one user message,
-            behind `system` where that is given, which implies chat.
-        keep: of the input's columns: "all", "none" or a list. output_column: the name of the text's column;
-            output_prefix: stands before the names of the result's columns.
-        report: a file to tell how it went, .html (with charts where matplotlib is installed), .json or .md; rows by
-            number and id, with report_text also some outputs.
-
-        Raises as `pagedllm.jobs.opening.open_job` and `Job.run`; a bad row has its reason in its `error` column.
-        """
-        from pagedllm.jobs.opening import open_job
-
-        with open_job(
-            input,
-            output,
-            config=self.config,
-            sampling_params=sampling_params,
-            task=task,
-            if_exists=if_exists,
-            retry=retry,
-            limit=limit,
-            shard=shard,
-            order=order,
-            max_failed=max_failed,
-            report=report,
-            report_text=report_text,
-            template=template,
-            chat=chat,
-            system=system,
-            keep=keep,
-            output_column=output_column,
-            output_prefix=output_prefix,
-        ) as job:
-            return self.run_job(job)
-
-    def run_job(
-        self,
-        job: Job,
-        on_progress: Callable[[JobReport], None] | None = None,
-        on_plan: Callable[[JobPlan], None] | None = None,
-    ) -> JobReport:
-        """Runs a job that `pagedllm.jobs.opening.open_job` made before this model was loaded."""
-        with self._lock:
-            return job.run(self._open(), self.config, on_progress, on_plan)
-
-    def plan_job(self, job: Job) -> JobPlan:
-        """What running this job would do; nothing of it is written. The job is used up."""
-        with self._lock:
-            return job.plan(self._open(), self.config)
 
     @property
     def stats(self) -> EngineStats:
@@ -456,11 +352,7 @@ class LLM(ScoringMethods):
         return requests
 
     def _defaults(self) -> SamplingParams:
-        return self._params(self._open(), None, 1)[0]
-
-    def _abort_abandoned(self, assembly: Assembly) -> None:
-        while self._abandoned:
-            abort_requests(assembly, self._abandoned.popleft())
+        return params_per_prompt(self._open(), None, 1)[0]
 
     def _call(
         self,
@@ -474,25 +366,11 @@ class LLM(ScoringMethods):
         beam_search: BeamSearchParams | None = None,
     ) -> RequestOutputs:
         assembly = self._open()
-        self._abort_abandoned(assembly)
-        _check_on_error(on_error)
-        params = self._params(assembly, sampling_params, len(prompts))
-        priorities = self._priorities(priority, len(prompts))
+        check_on_error(on_error)
+        params = params_per_prompt(assembly, sampling_params, len(prompts))
+        priorities = priority_per_prompt(self.config.scheduling_policy, priority, len(prompts))
         encoded = assembly.builder.encode(prompts, chat)
-        call = Call(
-            assembly,
-            name,
-            encoded,
-            params,
-            call_number=self._num_calls,
-            first_request_number=self._num_requests,
-            priorities=priorities,
-            beam_search=beam_search,
-        )
-        if on_error == "raise":
-            call.raise_if_refused()
-        self._num_calls += 1
-        self._num_requests += len(prompts)
+        call = self._start_call(name, encoded, params, priorities, beam_search, raises=on_error == "raise")
         call.run(use_tqdm)
         if beam_search is None:
             call.tell_of_cuts()
@@ -502,62 +380,34 @@ class LLM(ScoringMethods):
             call.raise_if_failed(outputs)
         return outputs
 
-    def _run_scoring(self, prompts: Sequence[EncodedPrompt], use_tqdm: bool | Callable[..., Any]) -> list[Request]:
-        """Checked prompts, of which all tokens behind the context are scored."""
+    def _start_call(
+        self,
+        name: str,
+        prompts: Sequence[EncodedPrompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        beam_search: BeamSearchParams | None = None,
+        *,
+        raises: bool,
+    ) -> Call:
         assembly = self._open()
-        self._abort_abandoned(assembly)
+        while self._abandoned:
+            abort_requests(assembly, self._abandoned.popleft())
         call = Call(
             assembly,
-            "prompts",
+            name,
             prompts,
-            [SCORING] * len(prompts),
+            params,
             call_number=self._num_calls,
             first_request_number=self._num_requests,
-            priorities=[0] * len(prompts),
+            priorities=priorities,
+            beam_search=beam_search,
         )
-        call.raise_if_refused()
+        if raises:
+            call.raise_if_refused()
         self._num_calls += 1
         self._num_requests += len(prompts)
-        call.run(use_tqdm)
-        requests = call.requests()
-        if any(request.error is not None for request in requests):
-            call.raise_if_failed(call.outputs())
-        return requests
-
-    def _params(
-        self, assembly: Assembly, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        """One per prompt. A single one that is wrong is the call's error; one of a list is its prompt's."""
-        defaults = assembly.defaults
-        if given is None:
-            assembly.notices.tell(f"sampling_params=None: {defaults.describe()}")
-            given = defaults.params()
-        elif defaults.values:
-            assembly.notices.tell(defaults.describe_given())
-        if isinstance(given, SamplingParams):
-            assembly.builder.check_params(given)
-            return [given] * num_prompts
-        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-            raise TypeError(f"sampling_params must be a SamplingParams or a list of them, got {type(given).__name__}")
-        params = list(given)
-        for index, item in enumerate(params):
-            if not isinstance(item, SamplingParams):
-                raise TypeError(f"sampling_params[{index}] must be a SamplingParams, got {type(item).__name__}")
-        if len(params) != num_prompts:
-            raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts: pass one, or one per prompt")
-        return params
-
-    def _priorities(self, priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
-        if priority is None:
-            return [0] * num_prompts
-        if self.config.scheduling_policy != "priority":
-            raise ValueError("priority needs LLM(..., scheduling_policy='priority')")
-        if len(priority) != num_prompts:
-            raise ValueError(f"{len(priority)} priorities for {num_prompts} prompts: pass one per prompt")
-        for index, item in enumerate(priority):
-            if not is_int(item):
-                raise ValueError(f"priority[{index}] must be an int, got {item!r}")
-        return priority
+        return call
 
 
 def _open_elsewhere() -> str:
@@ -568,8 +418,3 @@ def _open_elsewhere() -> str:
     if not found:
         return ""
     return f"; an LLM of {found[0].config.model} is open in this process: close() it first"
-
-
-def _check_on_error(on_error: str) -> None:
-    if on_error not in ("raise", "return"):
-        raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from pagedllm.errors import NotSupportedError
 from pagedllm.outputs import Classification, Loglikelihood
 from pagedllm.prompts import parse_prompts
 from pagedllm.request_builder import EncodedPrompt
 from pagedllm.scoring import (
+    SCORING,
     classification,
     encode_pairs,
     nested,
@@ -25,8 +27,10 @@ from pagedllm.scoring import (
 
 if TYPE_CHECKING:
     from pagedllm.assembly import Assembly
+    from pagedllm.call import Call
     from pagedllm.call_lock import CallLock
     from pagedllm.request import Request
+    from pagedllm.sampling_params import SamplingParams
 
 
 class ScoringMethods(ABC):
@@ -36,8 +40,15 @@ class ScoringMethods(ABC):
     def _open(self) -> Assembly: ...
 
     @abstractmethod
-    def _run_scoring(self, prompts: Sequence[EncodedPrompt], use_tqdm: bool | Callable[..., Any]) -> list[Request]:
-        """Runs checked prompts, of which all tokens behind the context are scored."""
+    def _start_call(
+        self,
+        name: str,
+        prompts: Sequence[EncodedPrompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        *,
+        raises: bool,
+    ) -> Call: ...
 
     def loglikelihood(
         self, prompts: Any, continuations: Any, *, use_tqdm: bool | Callable[..., Any] = True
@@ -90,9 +101,25 @@ class ScoringMethods(ABC):
             scores = self._score(encode_pairs(self._open().builder, parsed, wanted, True), use_tqdm)
             return [classification(*pair) for pair in zip(wanted, nested(scores, wanted), strict=True)]
 
+    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: see the error."""
+        raise NotSupportedError(
+            "LLM.score means the similarity of texts in other libraries: for how likely a continuation is, "
+            "there is loglikelihood(prompts, continuations)"
+        )
+
     def _score(self, pairs: Sequence[EncodedPrompt], use_tqdm: bool | Callable[..., Any]) -> list[Loglikelihood]:
         requests = self._run_scoring(pairs, use_tqdm)
         return [
             score_of([request], pair.token_ids[pair.num_context_tokens :])
             for request, pair in zip(requests, pairs, strict=True)
         ]
+
+    def _run_scoring(self, prompts: Sequence[EncodedPrompt], use_tqdm: bool | Callable[..., Any]) -> list[Request]:
+        """Runs checked prompts, of which all tokens behind the context are scored."""
+        call = self._start_call("prompts", prompts, [SCORING] * len(prompts), [0] * len(prompts), raises=True)
+        call.run(use_tqdm)
+        requests = call.requests()
+        if any(request.error is not None for request in requests):
+            call.raise_if_failed(call.outputs())
+        return requests

@@ -191,6 +191,16 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def transformers_tokenizer(source: str) -> Any:
+    """The same tokenizer as a transformers object, from a folder or a GGUF file, without the network."""
+    from transformers import AutoTokenizer
+
+    path = Path(source)
+    if path.is_file():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

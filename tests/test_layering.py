@@ -37,9 +37,13 @@ LAYER_OF = {
     "kv_groups": "base",
     "beam_search_params": "base",
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), "tokenizer"),
-    **dict.fromkeys(("llm", "assembly", "call", "call_lock", "driver", "prompts", "request_builder"), "llm"),
-    **dict.fromkeys(("generation_defaults", "notices", "progress", "fingerprint"), "llm"),
-    **dict.fromkeys(("open_requests", "output_iterator", "scoring", "scoring_methods", "submitter"), "llm"),
+    **dict.fromkeys(
+        ("llm", "assembly", "call", "call_arguments", "call_lock", "driver", "prompts", "request_builder"), "llm"
+    ),
+    **dict.fromkeys(("request_builder", "generation_defaults", "notices", "progress", "fingerprint"), "llm"),
+    **dict.fromkeys(
+        ("open_requests", "output_iterator", "scoring", "scoring_methods", "file_methods", "submitter"), "llm"
+    ),
     **dict.fromkeys(("cli", "doctor", "exit_codes", "flags", "self_test", "job_commands", "machine_commands"), "cli"),
     "__main__": "cli",
 }
@@ -60,7 +64,7 @@ MAY_IMPORT = {  # besides its own layer
     "bench": BELOW_LLM | {"llm"},
     "cli": BELOW_LLM | {"llm", "jobs", "bench"},
 }
-LAZY_UPWARD = {("llm.py", "jobs")}  # LLM.run_file, inside the method or for its types
+LAZY_UPWARD = {("file_methods.py", "jobs")}  # LLM.run_file, inside the method or for its types
 HOST_SIDE = {"base", "cache", "engine"}
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors"}
 
@@ -145,7 +149,7 @@ def test_imports_go_one_way(path: Path) -> None:
         ("model/decoder.py", "from pagedllm.runtime import memory"),
         ("runtime/model_runner.py", "from pagedllm.engine.scheduler import Scheduler"),
         ("engine/core.py", "from pagedllm.tokenizer import Tokenizer"),
-        ("llm.py", "from pagedllm.jobs.runner import JobRunner"),
+        ("file_methods.py", "from pagedllm.jobs.runner import JobRunner"),
         ("__init__.py", "from pagedllm.llm import LLM"),
     ],
 )

@@ -54,6 +54,10 @@ const Argument& Argument::type(ScalarType wanted) const {
   return *this;
 }
 
+void check_softcap(const char* op, double softcap) {
+  if (!(softcap >= 0)) pagedllm::fail(op, "softcap must be 0 or above, got " + std::to_string(softcap));
+}
+
 const Argument& Argument::shape(std::initializer_list<int64_t> wanted) const {
   bool is_equal = tensor_.dim() == static_cast<int64_t>(wanted.size());
   int64_t dim = 0;

@@ -45,6 +45,9 @@ class Argument {
 
 [[noreturn]] void fail(const char* op, const std::string& message);
 
+// A cap of logits: 0 for none, or above.
+void check_softcap(const char* op, double softcap);
+
 // Calls fn with a value of the element type: bf16 or float. Fails on other types.
 template <class F>
 void dispatch(const Argument& argument, const F& fn) {

@@ -64,6 +64,43 @@ void packed_linear_op(const Tensor& out, const Tensor& x, const Tensor& weight, 
   });
 }
 
+template <class T>
+void packed_argmax_of(const Tensor& ids_tensor, const Tensor& x_tensor, const Tensor& weight_tensor,
+                      int64_t num_columns, double scale, double softcap) {
+  const char* op = "packed_argmax";
+  const Argument ids(op, "token_ids", ids_tensor), x(op, "x", x_tensor), weight(op, "weight", weight_tensor);
+  const int64_t num_rows = x.size(0), k = x.size(1), num_panels = check_packed<T>(weight, k);
+  ids.type(ScalarType::Int).shape({num_rows}).contiguous();
+  if ((num_columns + kPanel - 1) / kPanel != num_panels) {
+    fail(op, "num_columns must be what " + std::to_string(num_panels) + " panels of 64 hold, got " +
+                 std::to_string(num_columns));
+  }
+  check_softcap(op, softcap);
+  if (num_rows == 0) return;
+  PackedArgmaxParams<T> params{};
+  params.token_ids = ids.data<int32_t>();
+  params.x = x.data<const T>();
+  params.weight = weight.data<const T>();
+  params.x_stride = x.stride(0);
+  params.num_rows = num_rows;
+  params.k = k;
+  params.num_columns = num_columns;
+  params.num_panels = num_panels;
+  params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap);
+  params.parallel = torch_threads();
+  run_kernel([params] { packed_argmax(params); });
+}
+
+void packed_argmax_op(const Tensor& token_ids, const Tensor& x, const Tensor& weight, int64_t num_columns, double scale,
+                      double softcap) {
+  const Argument x_argument("packed_argmax", "x", x);
+  x_argument.rows();
+  dispatch(x_argument, [&](auto element) {
+    packed_argmax_of<decltype(element)>(token_ids, x, weight, num_columns, scale, softcap);
+  });
+}
+
 }  // namespace
 }  // namespace pagedllm
 
@@ -72,4 +109,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagedllm, CPU, library) {
   PAGEDLLM_IMPLEMENT(library, packed_linear_op,
                      "packed_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
                      "int activation) -> ()");
+  PAGEDLLM_IMPLEMENT(library, packed_argmax_op,
+                     "packed_argmax(Tensor(a!) token_ids, Tensor x, Tensor weight, int num_columns, "
+                     "float scale, float softcap) -> ()");
 }

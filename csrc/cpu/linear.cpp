@@ -1,8 +1,11 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "cpu/activation.h"
+#include "cpu/logits.h"
 #include "cpu/simd.h"
 
 namespace pagedllm {
@@ -92,6 +95,7 @@ void multiply_rows(int64_t rows, const T* x, int64_t x_stride, const T* panel, i
 }
 
 // Bias, activation and residual of a tile, and its way into `out`. Columns past num_columns are not written.
+// rows: at most TileShape::kRows from first_row on; product: [rows][64].
 template <class T, class Out>
 void finish_rows(const PackedLinearParams<T, Out>& p, int64_t panel, int64_t first_row, int64_t rows,
                  const float* product) {
@@ -125,6 +129,27 @@ void finish_rows(const PackedLinearParams<T, Out>& p, int64_t panel, int64_t fir
   }
 }
 
+// What a tile adds to the largest logits of its rows, instead of being written.
+template <class T>
+void keep_largest(const PackedArgmaxParams<T>& p, int64_t panel, int64_t rows, const float* product,
+                  LargestLogit* largest) {
+  const int64_t first_column = panel * kPanel;
+  const bool is_changed = p.scale != 1.0f || p.softcap > 0.0f;
+  for (int64_t r = 0; r < rows; ++r, product += kPanel) {
+    LargestLanes row(largest[r]);
+    for (int column = 0; column < kPanel && first_column + column < p.num_columns; column += 16) {
+      f32x16 logits = load(product + column);
+      if (is_changed) logits = finish_logit(logits, p.scale, p.softcap);
+      const int64_t count = p.num_columns - first_column - column;
+      if (count < 16) {
+        logits = select_first(count, logits, f32x16::broadcast(-std::numeric_limits<float>::infinity()));
+      }
+      row.take(logits, static_cast<float>((first_column + column) / 16));
+    }
+    row.save(largest[r]);
+  }
+}
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Range {
@@ -136,8 +161,9 @@ struct Range {
 
 // One panel by a block of rows. K runs in chunks that stay in the second cache while all rows use them; meanwhile the
 // next chunk, or `next_panel`, is fetched: weights out of memory at M = 32 went from 680 to 880 GFLOP/s by it.
-template <class T, class Out>
-void multiply_block(const PackedLinearParams<T, Out>& p, int64_t panel, Range rows, const T* next_panel) {
+// finish(panel, first_row, rows, product) takes the tiles. P: params of a product.
+template <class P, class T, class F>
+void multiply_block(const P& p, int64_t panel, Range rows, const T* next_panel, const F& finish) {
   const int64_t steps = divide_up(p.k, kPairing<T>), step_size = kPanel * kPairing<T>;
   const T* weight = p.weight + panel * steps * step_size;
   const int64_t num_tiles = divide_up(rows.size(), TileShape<T>::kRows);
@@ -157,50 +183,110 @@ void multiply_block(const PackedLinearParams<T, Out>& p, int64_t panel, Range ro
       float* tile_sums = num_chunks == 1 ? sums : sums + (tile_rows.begin - rows.begin) * kPanel;
       multiply_rows(tile_rows.size(), p.x + tile_rows.begin * p.x_stride + first_k, p.x_stride, w, k, chunk == 0,
                     tile_sums, ahead);
-      if (chunk + 1 == num_chunks) finish_rows(p, panel, tile_rows.begin, tile_rows.size(), tile_sums);
+      if (chunk + 1 == num_chunks) finish(panel, tile_rows.begin, tile_rows.size(), tile_sums);
     }
   }
 }
+
+// Panels first_panel .. end_panel - 1 by the rows, on the calling thread.
+template <class T, class P, class F>
+void multiply_run(const P& p, int64_t first_panel, int64_t end_panel, Range rows, int64_t next_panel, const F& finish) {
+  const int64_t panel_size = divide_up(p.k, kPairing<T>) * kPairing<T> * kPanel;
+  const int64_t num_blocks = panel_size * int64_t{sizeof(T)} <= kChunkBytes ? 1 : divide_up(rows.size(), kBlockRows);
+  for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+    const int64_t following = panel + 1 < end_panel ? panel + 1 : next_panel;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t next = block + 1 < num_blocks ? panel : std::min(following, p.num_panels - 1);
+      multiply_block(p, panel, rows.part(block, num_blocks), p.weight + next * panel_size, finish);
+    }
+  }
+}
+
+// How a product is shared out: a task is a run of panels by a share of the rows.
+struct Tasks {
+  int64_t num_panels, num_rows, num_threads, row_shares, panels_per_run, num_runs;
+
+  template <class P>
+  explicit Tasks(const P& p) : num_panels(p.num_panels), num_rows(p.num_rows), num_threads(p.parallel.num_threads()) {
+    // Rows are shared out only where there are too few panels.
+    const int64_t wanted_tasks = 8 * num_threads;
+    row_shares = std::max<int64_t>(1, std::min(divide_up(wanted_tasks, num_panels), num_rows / kFewRows));
+    // Where few rows leave the pace to memory, a thread reads one long run: +10 % at M = 1 and 8.
+    const int64_t wanted_runs = num_rows < kFewRows ? num_threads : 2 * wanted_tasks;
+    panels_per_run = std::max<int64_t>(1, num_panels / wanted_runs);
+    num_runs = divide_up(num_panels, panels_per_run);
+  }
+
+  // Calls fn(run, first_panel, end_panel, rows, next_panel) for each.
+  template <class F>
+  void each(const Parallel& parallel, const F& fn) const {
+    parallel(num_runs * row_shares, [&](int64_t task) {
+      const int64_t run = task / row_shares, first_panel = run * panels_per_run;
+      const int64_t end_panel = std::min(first_panel + panels_per_run, num_panels);
+      // after the last of a run this thread goes on, most likely, where the others' next runs end
+      fn(run, first_panel, end_panel, Range{0, num_rows}.part(task % row_shares, row_shares),
+         first_panel + panels_per_run * num_threads);
+    });
+  }
+};
 
 }  // namespace
 
 template <class T, class Out>
 void multiply_panels(const PackedLinearParams<T, Out>& p, int64_t first_panel, int64_t end_panel, int64_t first_row,
                      int64_t end_row, int64_t next_panel) {
-  const int64_t panel_size = divide_up(p.k, kPairing<T>) * kPairing<T> * kPanel;
-  const Range rows{first_row, end_row};
-  const int64_t num_blocks = panel_size * int64_t{sizeof(T)} <= kChunkBytes ? 1 : divide_up(rows.size(), kBlockRows);
-  for (int64_t panel = first_panel; panel < end_panel; ++panel) {
-    const int64_t following = panel + 1 < end_panel ? panel + 1 : next_panel;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      const int64_t next = block + 1 < num_blocks ? panel : std::min(following, p.num_panels - 1);
-      multiply_block(p, panel, rows.part(block, num_blocks), p.weight + next * panel_size);
-    }
-  }
+  multiply_run<T>(p, first_panel, end_panel, Range{first_row, end_row}, next_panel,
+                  [&](int64_t panel, int64_t row, int64_t rows, const float* product) {
+                    finish_rows(p, panel, row, rows, product);
+                  });
 }
 
 template <class T, class Out>
 void packed_linear(const PackedLinearParams<T, Out>& p) {
-  // A task is a run of panels by a share of the rows. Rows are shared out only where there are too few panels.
-  const int64_t num_threads = p.parallel.num_threads(), wanted_tasks = 8 * num_threads;
-  const int64_t row_shares =
-      std::max<int64_t>(1, std::min(divide_up(wanted_tasks, p.num_panels), p.num_rows / kFewRows));
-  // Where few rows leave the pace to memory, a thread reads one long run: +10 % at M = 1 and 8.
-  const int64_t wanted_runs = p.num_rows < kFewRows ? num_threads : 2 * wanted_tasks;
-  const int64_t panels_per_task = std::max<int64_t>(1, p.num_panels / wanted_runs);
-  const int64_t panel_runs = divide_up(p.num_panels, panels_per_task);
-  p.parallel(panel_runs * row_shares, [&](int64_t task) {
-    const int64_t first_panel = task / row_shares * panels_per_task;
-    const int64_t end_panel = std::min(first_panel + panels_per_task, p.num_panels);
-    const Range rows = Range{0, p.num_rows}.part(task % row_shares, row_shares);
-    // after the last of a run this thread goes on, most likely, where the others' next runs end
-    multiply_panels(p, first_panel, end_panel, rows.begin, rows.end, first_panel + panels_per_task * num_threads);
+  Tasks(p).each(p.parallel, [&](int64_t, int64_t first_panel, int64_t end_panel, Range rows, int64_t next_panel) {
+    multiply_panels(p, first_panel, end_panel, rows.begin, rows.end, next_panel);
   });
+}
+
+template <class T>
+void packed_argmax(const PackedArgmaxParams<T>& p) {
+  struct Found {
+    float logit;  // NaN where the row is spoilt
+    int32_t column;
+  };
+  const Tasks tasks(p);
+  std::vector<Found> found(static_cast<size_t>(tasks.num_runs * p.num_rows));  // [num_runs, num_rows]
+  tasks.each(p.parallel, [&](int64_t run, int64_t first_panel, int64_t end_panel, Range rows, int64_t next_panel) {
+    std::vector<LargestLogit> largest(static_cast<size_t>(rows.size()));
+    for (LargestLogit& row : largest) row.clear();
+    multiply_run<T>(p, first_panel, end_panel, rows, next_panel,
+                    [&](int64_t panel, int64_t row, int64_t count, const float* product) {
+                      keep_largest(p, panel, count, product, &largest[static_cast<size_t>(row - rows.begin)]);
+                    });
+    Found* out = &found[static_cast<size_t>(run * p.num_rows + rows.begin)];
+    for (const LargestLogit& row : largest) {
+      *out++ = {row.is_spoilt() ? NAN : row.largest(), row.column()};
+    }
+  });
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    Found best{-std::numeric_limits<float>::infinity(), -1};
+    for (int64_t run = 0; run < tasks.num_runs; ++run) {
+      const Found& other = found[static_cast<size_t>(run * p.num_rows + row)];
+      if (other.logit != other.logit) {
+        best.column = -1;
+        break;
+      }
+      if (other.logit > best.logit) best = other;
+    }
+    p.token_ids[row] = best.column;
+  }
 }
 
 template void packed_linear(const PackedLinearParams<bf16, bf16>&);
 template void packed_linear(const PackedLinearParams<bf16, float>&);
 template void packed_linear(const PackedLinearParams<float, float>&);
+template void packed_argmax(const PackedArgmaxParams<bf16>&);
+template void packed_argmax(const PackedArgmaxParams<float>&);
 template void multiply_panels(const PackedLinearParams<bf16, bf16>&, int64_t, int64_t, int64_t, int64_t, int64_t);
 template void multiply_panels(const PackedLinearParams<float, float>&, int64_t, int64_t, int64_t, int64_t, int64_t);
 

@@ -26,8 +26,25 @@ struct PackedLinearParams {
 template <class T, class Out>
 void packed_linear(const PackedLinearParams<T, Out>& params);
 
-// What one of its tasks does, on the calling thread: panels first_panel .. end_panel - 1 by rows first_row ..
-// end_row - 1. next_panel is what this thread will most likely read next, and may lie past the last.
+// The column of the largest logit of each row of a product, the lowest of equal ones, without the logits being written:
+// argmax(finish(x W)), see logits.h; on the same sums as packed_linear's. -1 where a logit is NaN or +infinity,
+// or none is above -infinity.
+template <class T>
+struct PackedArgmaxParams {
+  int32_t* token_ids;  // [num_rows]
+  const T* x;          // this and the rest as above
+  const T* weight;
+  int64_t x_stride;
+  int64_t num_rows, k, num_columns, num_panels;
+  float scale, softcap;
+  Parallel parallel;
+};
+
+template <class T>
+void packed_argmax(const PackedArgmaxParams<T>& params);
+
+// What one of packed_linear's tasks does, on the calling thread: panels first_panel .. end_panel - 1 by rows first_row
+// .. end_row - 1. next_panel is what this thread will most likely read next, and may lie past the last.
 template <class T, class Out>
 void multiply_panels(const PackedLinearParams<T, Out>& params, int64_t first_panel, int64_t end_panel,
                      int64_t first_row, int64_t end_row, int64_t next_panel);

@@ -23,9 +23,20 @@ def arguments_as_list(docstring: str) -> str:
     return "\n\n".join([first, *(ARGUMENT.sub("- ", p) if ARGUMENT.match(p) else p for p in others)])
 
 
+def adopt_mixins(public: type) -> None:
+    """Methods that a public class has from a base of ours that is not public are documented as its own."""
+    for base in public.__mro__[1:]:
+        if base.__module__.startswith("pagedllm.") and base.__name__ not in pagedllm.__all__:
+            for name, member in vars(base).items():
+                if not name.startswith("_") and name not in vars(public):
+                    setattr(public, name, member)
+
+
 def make(folder: Path) -> None:
     for name in pagedllm.__all__:
-        vars(pagedllm)[name] = getattr(pagedllm, name)  # loaded on first use otherwise, which pdoc does not see
+        member = vars(pagedllm)[name] = getattr(pagedllm, name)  # loaded on first use otherwise, unseen by pdoc
+        if isinstance(member, type):
+            adopt_mixins(member)
     pdoc.render.configure(
         docformat="markdown",
         template_directory=Path(__file__).parent,

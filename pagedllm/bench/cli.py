@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.bench.peers import PEERS, open_peer
+from pagedllm.bench.random_model import SHAPES, write_random_model
 from pagedllm.bench.report import format_host, format_kernels, format_throughput
 from pagedllm.bench.workloads import WORKLOADS, is_workload
 
@@ -53,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--num-threads", type=_positive, metavar="N", help="default: all CPUs")
     host.add_argument("--json", action="store_true", help="print one JSON object")
     host.set_defaults(run_benchmark=run_host, parser=host)
+    random_model = benchmarks.add_parser(
+        "random-model",
+        help="write a model of random weights to measure",
+        description="Writes a model of random weights in bfloat16, and a tokenizer of bytes, which every engine reads.",
+    )
+    random_model.add_argument("shape", choices=sorted(SHAPES), help="of the layers")
+    random_model.add_argument("folder", type=Path, help="which is made")
+    random_model.set_defaults(run_benchmark=run_random_model, parser=random_model)
 
 
 def _add_throughput(benchmarks: Any) -> None:
@@ -182,6 +191,15 @@ def run_host(args: argparse.Namespace) -> int:
     ]
     facts = {"cpu": read_cpu_name(), "num_threads": num_threads, "steps": [asdict(result) for result in results]}
     _print(args, facts, format_host)
+    return 0
+
+
+def run_random_model(args: argparse.Namespace) -> int:
+    try:
+        write_random_model(args.shape, args.folder)
+    except FileExistsError as error:
+        args.parser.error(str(error))
+    print(args.folder)
     return 0
 
 

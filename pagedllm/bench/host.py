@@ -1,7 +1,7 @@
 """The host's share of a step: the real engine, scheduler and ModelRunner around a decoder that computes nothing.
 
 What is timed is all of a step but the model's forward pass: scheduling, plans and work lists, the sampler's own
-bookkeeping over a tiny vocabulary, taking the results up. Every request decodes, none ends.
+bookkeeping, taking the results up. Every request decodes, none ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostResult:
 
 
 class NoDecoder(Decoder):
-    """Every logit is 0."""
+    """Every token is 0."""
 
     def forward(
         self,
@@ -59,8 +59,10 @@ class NoDecoder(Decoder):
         metadata: AttentionMetadata,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
+        wants_likeliest: bool = False,
     ) -> Tensor:
-        return buffers.logits[: len(inputs.logits_indices)]
+        assert wants_likeliest
+        return buffers.token_ids[: len(inputs.logits_indices)]
 
 
 class NoText:
@@ -151,7 +153,7 @@ def _make_engine(num_running: int, namespace: str, num_threads: int) -> tuple[En
         shares_prefixes=False,
         captures_graphs=False,
     )
-    runner.buffers.logits.zero_()
+    runner.buffers.token_ids.zero_()
     scheduler = Scheduler(
         KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True),
         max_num_seqs=num_running,

@@ -96,11 +96,11 @@ def _measure_linears(
 ) -> Iterator[KernelResult]:
     linears = {**make_layer_linears(config, dtype, namespace), "head": make_head(config, dtype, namespace)}
     for name, linear in linears.items():
-        columns = sum(linear.shape.part_sizes)
+        shape = linear.product.shape
         for num_rows in LINEAR_ROWS:
             yield KernelResult(
                 f"linear {name}",
-                f"{linear.shape.in_features} x {columns}, M={num_rows}",
+                f"{shape.in_features} x {sum(shape.part_sizes)}, M={num_rows}",
                 linear.seconds(num_rows, at_least),
                 linear.bytes(num_rows),
                 linear.flops(num_rows),

@@ -44,13 +44,13 @@ def format_kernels(facts: dict[str, Any]) -> str:
         f"{facts['model']}, {facts['dtype']}, {facts['kernel_set']}; {facts['cpu']}, {facts['num_threads']} threads; "
         f"floors: {facts['read_gbytes']:.1f} GB/s (a 270 MB buffer read), {facts['peak_gflops']:,.0f} GFLOP/s (the "
         "best product)",
-        f"{'kernel':<20}{'shape':<28}{'us':>11}{'GFLOP/s':>10}{'GB/s':>8}{'floor us':>11}{'share':>8}",
+        f"{'kernel':<24}{'shape':<28}{'us':>11}{'GFLOP/s':>10}{'GB/s':>8}{'floor us':>11}{'share':>8}",
     ]
     for kernel in facts["kernels"]:
         seconds = kernel["seconds"]
         gflops, gbytes = kernel["flops"] / seconds / 1e9, kernel["bytes"] / seconds / 1e9
         lines.append(
-            f"{kernel['kernel']:<20}{kernel['shape']:<28}{seconds * 1e6:>11,.1f}{gflops:>10,.1f}{gbytes:>8,.1f}"
+            f"{kernel['kernel']:<24}{kernel['shape']:<28}{seconds * 1e6:>11,.1f}{gflops:>10,.1f}{gbytes:>8,.1f}"
             f"{kernel['floor_seconds'] * 1e6:>11,.1f}{kernel['share']:>8.0%}"
             f"  {kernel['floor']}"
         )

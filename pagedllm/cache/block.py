@@ -2,10 +2,10 @@
 
 A block is a number that the runner understands, and what the host must know of it. A block is in the free queue
 exactly while nobody holds it; it may still be in the hash table then, and a hit takes it out from the middle, so the
-queue is doubly linked through the blocks themselves: append, popleft and remove are O(1) and allocate nothing.
+queue is doubly linked through the blocks themselves: adding and removing are O(1) and allocate nothing.
 Called by BlockPool only.
 
-    head -> [7] <-> [3] <-> [5] <- tail        allocation takes 7 first; freed blocks go behind 5
+    head -> [7] <-> [3] <-> [5] <- tail        allocation takes 7 first
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class FreeBlockQueue:
             block = block.next_free
 
     def append(self, block: KVCacheBlock) -> None:
-        assert block.next_free is None, f"block {block.block_id} is free twice"
-        last = self._end.prev_free
-        assert last is not None
-        block.prev_free, block.next_free = last, self._end
-        last.next_free = self._end.prev_free = block
-        self._length += 1
+        """To the tail: the last one to be allocated."""
+        assert self._end.prev_free is not None
+        self._insert(block, self._end.prev_free, self._end)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """To the head: the next one to be allocated."""
+        assert self._end.next_free is not None
+        self._insert(block, self._end, self._end.next_free)
 
     def popleft(self) -> KVCacheBlock:
         first = self._end.next_free
@@ -66,3 +68,9 @@ class FreeBlockQueue:
         before.next_free, after.prev_free = after, before
         block.prev_free = block.next_free = None
         self._length -= 1
+
+    def _insert(self, block: KVCacheBlock, before: KVCacheBlock, after: KVCacheBlock) -> None:
+        assert block.next_free is None, f"block {block.block_id} is free twice"
+        block.prev_free, block.next_free = before, after
+        before.next_free = after.prev_free = block
+        self._length += 1

@@ -2,10 +2,14 @@
 
 Knows blocks and hashes, no requests. A block is held (ref_count > 0), or in the free queue, or retained, because
 somebody who waits will ask for it: free + retained + used == total. A free block keeps its hash, and may be hit, until
-allocation reaches it. Allocation empties the queue first, whose head was freed longest ago, and then takes of the
-retained ones the one that is asked for last. Where the future is not known, nothing is retained: plain LRU. A block
-serves any KV group, one at a time: the table has a part for each, since equal tokens have other K and V there. Called
-by KVCacheManager only.
+allocation reaches it. Allocation empties the queue first, and then takes of the retained ones the one that is asked
+for last. Where the future is not known, nothing is retained: plain LRU.
+
+    head -> nameless, freed last first | never used | with a hash, freed longest ago first <- tail
+
+Nameless blocks cannot be hit and have been written to: a page that is touched for the first time costs more than the K
+and V that go there. A block serves any KV group, one at a time: the table has a part for each, since equal tokens have
+other K and V there. Called by KVCacheManager only.
 """
 
 from __future__ import annotations
@@ -47,29 +51,33 @@ class BlockPool:
         blocks = [queue.popleft() for _ in range(num_queued)]
         blocks += [self.retained.pop_furthest() for _ in range(num_blocks - num_queued)]
         for block in blocks:
-            if block.block_hash is not None:
-                self.forget(block)
             block.ref_count = 1
+            self.forget(block)
         return blocks
 
     def hold(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more holder for each; a free one leaves its place."""
         for block in blocks:
             if block.ref_count == 0:
-                (self.retained if block in self.retained else self.free_block_queue).remove(block)
+                self._take_out(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One holder less for each; those without any are retained or go to the queue's tail, in the order given."""
+        """One holder less for each; what has none any more is free: see the module for where, in the order given."""
         for block in blocks:
             assert block.ref_count > 0, f"block {block.block_id} is freed by nobody who holds it"
             block.ref_count -= 1
             if block.ref_count == 0:
                 next_use = self.uses.next_use(block.block_hash)
-                if next_use is None:
+                if block.block_hash is None:
+                    self.free_block_queue.prepend(block)
+                elif next_use is None:
                     self.free_block_queue.append(block)
                 else:
                     self.retained.add(block, next_use)
+
+    def _take_out(self, block: KVCacheBlock) -> None:
+        (self.retained if block in self.retained else self.free_block_queue).remove(block)
 
     def expect(self, block_hashes: Sequence[bytes], rank: int) -> None:
         """Somebody with this rank will ask for these: those that are free already are retained from now on."""
@@ -97,9 +105,9 @@ class BlockPool:
     def forget(self, block: KVCacheBlock) -> None:
         """Takes a block out of the hash table; it is free or held as before."""
         if block.block_hash is not None:
-            if block in self.retained:
-                self.retained.remove(block)
-                self.free_block_queue.append(block)
+            if block.ref_count == 0:
+                self._take_out(block)
+                self.free_block_queue.prepend(block)
             del self._cached_blocks[block.group][block.block_hash]
             block.block_hash = None
             block.is_pending = False

@@ -13,6 +13,7 @@ from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import Linear, LinearShape, WeightFormat, WeightSlot
 from pagedllm.model.norm import Norm, NormShape
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from pagedllm.ops.elementwise import clamp_rows
 
 
 def qkv_shape(config: ModelConfig) -> LinearShape:
@@ -97,7 +98,7 @@ class Attention:
                 part = rows.qkv[:, slice(*columns)]
                 norm.apply(part, part)
         if self.clip:
-            rows.qkv.clamp_(-self.clip, self.clip)
+            clamp_rows(self.namespace, rows.qkv, self.clip)
         self.backend.write_kv(
             rows.qkv,
             kv_cache,

@@ -122,7 +122,8 @@ class DecoderBuffers:
             self.moe = MoeBuffers.allocate(config.moe, config.hidden_size, dtype, max_num_rows, device)
         self.wanted_hidden = allocate(max_num_logits, config.hidden_size)
         self.wanted_attention = allocate(max_num_logits, self.q_size)
-        self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)
+        self.logits = allocate(max_num_logits, config.vocab_size, torch.float32)  # a page of it is memory once written
+        self.token_ids = torch.empty(max_num_logits, dtype=torch.int32, device=device)  # [R], in the logits' stead
 
     def step_rows(self, num_tokens: int) -> StepRows:
         return self._rows(num_tokens, self.hidden, self.attention)

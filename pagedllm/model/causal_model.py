@@ -27,8 +27,8 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def runs_only_kernels(self) -> bool:
-        """Whether a decode step can be recorded as a tape; only a Decoder's can."""
+    def finds_likeliest(self) -> bool:
+        """Whether `forward` can give token ids instead of logits."""
         ...
 
     def set_rope_tables(self, tables: RopeTables) -> None: ...
@@ -43,10 +43,11 @@ class CausalModel(Protocol):
         metadata: AttentionMetadata,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: Any,
+        wants_likeliest: bool = False,
     ) -> Tensor:
-        """[R, V] float32 of the wanted rows; kv_caches: K and V of each layer, written in place."""
+        """Logits [R, V] float32 of the wanted rows, as the model means them. With wants_likeliest, where it
+        `finds_likeliest`, [R] int32 instead: the id of each row's largest logit, the lowest of equal ones, -1 where
+        they are not finite. kv_caches: K and V of each layer, written in place."""
         ...
-
-    def finish_logits(self, logits: Tensor) -> Tensor: ...
 
     def close(self) -> None: ...

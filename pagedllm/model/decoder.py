@@ -22,6 +22,7 @@ from pagedllm.model.linear import Linear, LinearShape, PackedFormat, WeightForma
 from pagedllm.model.norm import Norm, hidden_norm
 from pagedllm.model.rope import RopeTables
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
+from pagedllm.ops.elementwise import add_rows, finish_logits
 from pagedllm.ops.linear import gather_rows
 
 
@@ -74,6 +75,7 @@ class Decoder:
         weight_format = weight_format or PackedFormat(dtype)
         self.memory = allocate(weight_bytes(config, weight_format))
         self.head = Linear(vocabulary_shape(config), weight_format, self.memory)
+        self._argmax_format = weight_format if isinstance(weight_format, PackedFormat) else None
         self.embedding = self.head if config.is_tied else Linear(self.head.shape, weight_format, self.memory)
         self.positions = (
             Linear(positions_shape(config), weight_format, self.memory) if config.has_learned_positions else None
@@ -117,8 +119,9 @@ class Decoder:
         metadata: AttentionMetadata,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
+        wants_likeliest: bool = False,
     ) -> Tensor:
-        """`logits` of inputs.logits_indices, which `finish_logits` makes the model's.
+        """`logits` of inputs.logits_indices; with wants_likeliest their `likeliest` token ids instead.
 
         kv_caches: K and V of each layer, written in place.
         """
@@ -130,27 +133,31 @@ class Decoder:
             layer.attend(attention_rows, rows, inputs.rope_rows, metadata, kv_cache)
             layer.finish(rows)
         self.layers[-1].attend(attention_rows, rows, inputs.rope_rows, metadata, kv_caches[-1])
-        return self.logits(inputs.logits_indices, rows, buffers)
+        compute = self.likeliest if wants_likeliest else self.logits
+        return compute(inputs.logits_indices, rows, buffers)
 
     def logits(self, indices: Tensor, rows: StepRows, buffers: DecoderBuffers) -> Tensor:
-        """The head's [R, V] float32 of these tokens of the step that `forward` computed last, a view of buffers.logits.
+        """[R, V] float32 of these tokens of the step that `forward` computed last, a view of buffers.logits.
 
         indices: [R] int32; rows: of the whole step.
         """
         logits = buffers.logits[: len(indices)]
         if len(logits):
-            wanted = self._gather_wanted(rows, indices, buffers)
-            self.layers[-1].finish(wanted)
-            self.head.apply(self.namespace, logits, wanted.normed)
+            self.head.apply(self.namespace, logits, self._finish_wanted(rows, indices, buffers))
+            if self.config.logit_scale != 1 or self.config.logit_softcap > 0:
+                finish_logits(self.namespace, logits, self.config.logit_scale, self.config.logit_softcap)
         return logits
 
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        """`logits`, changed in place as the model's config asks: what the head alone does not do."""
-        if self.config.logit_scale != 1:
-            logits.mul_(self.config.logit_scale)
-        if self.config.logit_softcap > 0:
-            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
-        return logits
+    def likeliest(self, indices: Tensor, rows: StepRows, buffers: DecoderBuffers) -> Tensor:
+        """[R] int32: the ids of the largest `logits`, a view of buffers.token_ids; -1 where they are not finite."""
+        assert self._argmax_format is not None
+        token_ids = buffers.token_ids[: len(indices)]
+        if len(token_ids):
+            x, config = self._finish_wanted(rows, indices, buffers), self.config
+            self._argmax_format.argmax(
+                self.namespace, token_ids, x, self.head, config.logit_scale, config.logit_softcap
+            )
+        return token_ids
 
     @property
     def num_weight_bytes(self) -> int:
@@ -162,10 +169,9 @@ class Decoder:
         return self.namespace == "pagedllm"
 
     @property
-    def runs_only_kernels(self) -> bool:
-        """Whether `forward` calls our kernels and nothing that torch computes, so that it can be recorded."""
-        adds_alone = self.config.has_post_norms and not self.config.has_pre_norms  # `_add` without a norm
-        return self.positions is None and not self.config.qkv_clip and not adds_alone
+    def finds_likeliest(self) -> bool:
+        """Whether there is `likeliest`: where the head's product is our kernel."""
+        return self._argmax_format is not None
 
     def close(self) -> None:
         """Gives the weights' memory back at once, whoever still holds a tensor; the decoder is dead afterwards."""
@@ -176,13 +182,15 @@ class Decoder:
         self.embedding.embed(self.namespace, rows.hidden, inputs.token_ids, self.embedding_scale)
         if self.positions is not None:
             self.positions.embed(self.namespace, rows.normed, inputs.positions, 1.0)
-            rows.hidden.add_(rows.normed)
+            add_rows(self.namespace, rows.hidden, rows.normed)
         first_norm = self.layers[0].attention_norm
         if first_norm is not None:
             first_norm.apply(rows.normed, rows.hidden)
 
-    def _gather_wanted(self, rows: StepRows, indices: Tensor, buffers: DecoderBuffers) -> StepRows:
+    def _finish_wanted(self, rows: StepRows, indices: Tensor, buffers: DecoderBuffers) -> Tensor:
+        """The last layer's second half for these rows only: what the head reads, [R, H]."""
         wanted = buffers.wanted_rows(len(indices))
         gather_rows(self.namespace, wanted.hidden, rows.hidden, indices)
         gather_rows(self.namespace, wanted.attention, rows.attention, indices)
-        return wanted
+        self.layers[-1].finish(wanted)
+        return wanted.normed

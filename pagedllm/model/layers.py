@@ -24,6 +24,7 @@ from pagedllm.model.mlp import MLP
 from pagedllm.model.moe import MoE
 from pagedllm.model.norm import Norm, hidden_norm
 from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
+from pagedllm.ops.elementwise import add_rows
 
 
 def output_shape(config: ModelConfig) -> LinearShape:
@@ -115,15 +116,15 @@ class DecoderLayer:
         """Two buffers take turns."""
         self.output.apply(self.namespace, rows.scratch, rows.attention)
         self.norms["post_attention_norm"].apply(rows.normed, rows.scratch)
-        mlp_input = _add(rows.hidden, rows.normed, self.mlp_norm, rows.scratch)
+        mlp_input = self._add(rows.hidden, rows.normed, self.mlp_norm, rows.scratch)
         self.mlp.forward(rows, mlp_input, rows.normed)
         self.norms["post_mlp_norm"].apply(rows.scratch, rows.normed)
-        _add(rows.hidden, rows.scratch, self.next_norm, rows.normed)
+        self._add(rows.hidden, rows.scratch, self.next_norm, rows.normed)
 
-
-def _add(hidden: Tensor, x: Tensor, norm: Norm | None, normed: Tensor) -> Tensor:
-    """hidden += x; returns what comes next: `normed`, now norm(hidden), or hidden itself where there is no norm."""
-    if norm is None:
-        return hidden.add_(x)
-    norm.add_apply(normed, hidden, x)
-    return normed
+    def _add(self, hidden: Tensor, x: Tensor, norm: Norm | None, normed: Tensor) -> Tensor:
+        """hidden += x; returns what comes next: `normed`, now norm(hidden), or hidden itself where there is no norm."""
+        if norm is None:
+            add_rows(self.namespace, hidden, x)
+            return hidden
+        norm.add_apply(normed, hidden, x)
+        return normed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagedllm.model.host_memory import Memory, aligned
-from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_linear, packed_shape
+from pagedllm.ops.linear import GATED_HALF, PANEL, Activation, embedding, packed_argmax, packed_linear, packed_shape
 from pagedllm.ops.moe import grouped_linear
 
 
@@ -187,6 +187,11 @@ class PackedFormat:
         self, namespace: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
     ) -> None:
         packed_linear(namespace, out, x, weight, bias, epilogue.residual, epilogue.activation)
+
+    def argmax(self, namespace: str, out: Tensor, x: Tensor, linear: Linear, scale: float, softcap: float) -> None:
+        """out [M] int32: the column of the largest of x @ weight.T, scaled and capped; see `packed_argmax`."""
+        assert linear.bias is None
+        packed_argmax(namespace, out, x, linear.weight, linear.shape.out_features, scale, softcap)
 
     def apply_grouped(
         self,

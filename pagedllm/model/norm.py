@@ -14,6 +14,7 @@ from torch import Tensor
 from pagedllm.model.config import ModelConfig, NormKind
 from pagedllm.model.host_memory import Memory, aligned
 from pagedllm.model.linear import WeightSlot
+from pagedllm.ops.elementwise import add_rows
 from pagedllm.ops.norm import add_rms_norm, layer_norm, layer_norm_heads, rms_norm
 
 
@@ -69,7 +70,7 @@ class Norm:
         if self.shape.kind == "rms":
             add_rms_norm(self.namespace, out, residual, x, self.weight, self.shape.eps)
         else:
-            residual.add_(x)
+            add_rows(self.namespace, residual, x)
             self.apply(out, residual)
 
     def _slot(self, target: Tensor, offset: float) -> WeightSlot:

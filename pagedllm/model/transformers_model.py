@@ -51,7 +51,7 @@ class TransformersBuffers:
 class TransformersDecoder:
     """Does what `Decoder` does for the runner."""
 
-    runs_only_kernels = False
+    finds_likeliest = False
     is_batch_invariant = False
 
     def __init__(
@@ -82,8 +82,10 @@ class TransformersDecoder:
         metadata: AttentionMetadata,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: TransformersBuffers,
+        wants_likeliest: bool = False,
     ) -> Tensor:
         """[R, V] float32; kv_caches: K and V of each layer, written in place."""
+        assert not wants_likeliest
         num_tokens = len(inputs.token_ids)
         step = PagedStep(
             self.config, self.backend, metadata, kv_caches, buffers.qkv[:num_tokens], buffers.attention[:num_tokens]
@@ -96,10 +98,6 @@ class TransformersDecoder:
                 logits_to_keep=inputs.logits_indices.long(),
             )
         logits: Tensor = output.logits[0].float()
-        return logits
-
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        """The model has scaled and capped them already."""
         return logits
 
     def eager_logits(self, token_ids: Sequence[int]) -> Tensor:

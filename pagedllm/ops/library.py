@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 from pagedllm.errors import LibraryError
-from pagedllm.ops import attention, kv_write, linear, moe, norm, sampling
+from pagedllm.ops import attention, elementwise, kv_write, linear, moe, norm, sampling
 from pagedllm.ops._library import Operator
 
 BUILD_COMMAND = "pip install --no-build-isolation -e . (or python setup.py build_ext --inplace) in a source checkout"
@@ -31,7 +31,8 @@ CUDA_LIBRARY = LIBRARY_FOLDER / "libpagedllm_cuda.so"
 SIMT_LIBRARY = LIBRARY_FOLDER / "libpagedllm_simt.so"
 # Of weights that are packed for a CPU; and of families for which torch computes on a GPU.
 CPU_ONLY_OPERATORS = frozenset({
-    "packed_linear", "embedding", "route_tokens", "grouped_linear", "combine_experts", "layer_norm_heads",
+    "packed_linear", "packed_argmax", "embedding", "route_tokens", "grouped_linear", "combine_experts",
+    "layer_norm_heads", "finish_logits", "add_rows", "clamp_rows",
 })  # fmt: skip
 
 # From best to worst, with the flags of /proc/cpuinfo that each needs.
@@ -43,7 +44,7 @@ INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "avx2": _AVX2,
     "generic": frozenset(),
 }
-_OPERATOR_MODULES: tuple[ModuleType, ...] = (attention, kv_write, linear, moe, norm, sampling)
+_OPERATOR_MODULES: tuple[ModuleType, ...] = (attention, elementwise, kv_write, linear, moe, norm, sampling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from pagedllm.ops._library import operator
+from pagedllm.ops.elementwise import finish_logits
+from pagedllm.ops.sampling import likeliest
 
 PANEL = 64  # columns of a panel
 GATED_HALF = PANEL // 2
@@ -94,6 +96,22 @@ def packed_linear(
     if residual is not None:
         product = product + residual.float()
     out.copy_(product)
+
+
+@operator(
+    "packed_argmax(Tensor(a!) token_ids, Tensor x, Tensor weight, int num_columns, float scale, float softcap) -> ()"
+)
+def packed_argmax(token_ids: Tensor, x: Tensor, weight: Tensor, num_columns: int, scale: float, softcap: float) -> None:
+    """The column of each row's largest logit, the lowest of equal ones, without a tensor of the logits.
+
+    token_ids: [M] int32, written; -1 where the row holds NaN or +inf, or nothing above -inf: as `sample` at
+               temperature 0 of what packed_linear (in float32) and finish_logits give
+    x, weight: as of packed_linear; num_columns: N without the padding
+    """
+    logits = x.new_empty((x.shape[0], num_columns), dtype=torch.float32)
+    packed_linear.reference(logits, x, weight, None, None, Activation.NONE)
+    finish_logits.reference(logits, scale, softcap)
+    token_ids.copy_(likeliest(logits))
 
 
 @operator("embedding(Tensor(a!) out, Tensor token_ids, Tensor weight, float scale) -> ()")

@@ -78,6 +78,16 @@ def kept_weight(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
     return weight
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The id of each row's largest logit, the lowest of equal ones; -1 where there is NaN or +inf, or only -inf.
+
+    logits: [num_rows, vocab_size] float32; returns [num_rows] int32
+    """
+    largest = logits.amax(1, keepdim=True)  # NaN if there is one
+    ids = (logits == largest).int().argmax(1)
+    return torch.where(largest[:, 0].isfinite(), ids, -1).int()
+
+
 @operator(
     "process_logits(Tensor(a!) logits, Tensor? bitmask, Tensor? bias_offsets, Tensor? bias_ids, Tensor? bias_values, "
     "Tensor? penalties, Tensor? penalty_offsets, Tensor? penalty_ids, Tensor? penalty_counts) -> ()"
@@ -147,14 +157,10 @@ def sample(
     seed:        [num_rows] int64, any 64 bits;  counter: [num_rows, 2] int32: sample index, output position
     Order of application: min_p, top_k, top_p.
     """
+    token_ids.copy_(likeliest(logits))
     for row in range(logits.shape[0]):
-        z = logits[row]
-        if z.isnan().any() or z.max() == torch.inf or z.max() == -torch.inf:
-            token_ids[row] = -1
-            continue
-        t = float(temperature[row])
-        if t == 0:
-            token_ids[row] = int((z == z.max()).nonzero()[0])
+        z, t = logits[row], float(temperature[row])
+        if t == 0 or token_ids[row] < 0:
             continue
         inclusive = kept_weight(z, t, int(top_k[row]), float(top_p[row]), float(min_p[row])).cumsum(0)
         sample_index, position = counter[row].tolist()

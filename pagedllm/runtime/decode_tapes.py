@@ -26,26 +26,29 @@ class DecodeTapes:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
     ) -> None:
-        """library: `KernelSet.path`; decoder.runs_only_kernels holds. Buffers and caches stay where they are."""
+        """library: `KernelSet.path`. Buffers and caches stay where they are."""
         self._library, self._decoder, self._kv_caches, self._buffers = library, decoder, kv_caches, buffers
         self._places: list[Tensor] = []  # where the inputs of all tapes lie; they grow, and then the tapes are void
         self._workspace: Tensor | None = None  # likewise
-        self._tapes: dict[int, tuple[Tape, Tensor]] = {}  # by number of sequences, with the logits
+        # by number of sequences and wants_likeliest, with what `forward` gives
+        self._tapes: dict[tuple[int, bool], tuple[Tape, Tensor]] = {}
 
-    def forward(self, inputs: DecoderInput, metadata: AttentionMetadata) -> Tensor:
-        """As `Decoder.forward`: [B, V] logits of B sequences with one new token each."""
-        num_seqs = len(inputs.token_ids)
+    def forward(self, inputs: DecoderInput, metadata: AttentionMetadata, wants_likeliest: bool) -> Tensor:
+        """As `Decoder.forward`, of B sequences with one new token each: [B, V] logits or [B] token ids."""
+        key = len(inputs.token_ids), wants_likeliest
         placed_inputs, placed_metadata = self._place(inputs, metadata)
-        recorded = self._tapes.get(num_seqs)
+        recorded = self._tapes.get(key)
         if recorded is not None:
-            tape, logits = recorded
+            tape, result = recorded
             tape.run()
-            return logits
+            return result
         tape = Tape(self._library)
         with tape.recording():
-            logits = self._decoder.forward(placed_inputs, placed_metadata, self._kv_caches, self._buffers)
-        self._tapes[num_seqs] = tape, logits
-        return logits
+            result = self._decoder.forward(
+                placed_inputs, placed_metadata, self._kv_caches, self._buffers, wants_likeliest
+            )
+        self._tapes[key] = tape, result
+        return result
 
     def _place(self, inputs: DecoderInput, metadata: AttentionMetadata) -> tuple[DecoderInput, AttentionMetadata]:
         """The same inputs, where the tapes read them."""

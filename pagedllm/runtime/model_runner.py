@@ -120,15 +120,18 @@ class ModelRunner:
             batch = build_forward_batch(plan, self.rows, self.block_size)
             draws = self._prepare_draws(plan, batch)
             try:
-                logits, staged = self.forward(batch, draws.arrays if draws else [])
-                output = self._sample(plan, batch, logits, draws, staged)
+                wants_likeliest = draws is not None and draws.given.is_greedy and self.decoder.finds_likeliest
+                scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
+                output = self._sample(plan, batch, scores, draws, staged)
                 return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(self.device, error) from error
 
-    def forward(self, batch: ForwardBatch, tail: Sequence[Array]) -> tuple[Tensor, list[Tensor]]:
-        """[R, vocab_size] float32 logits of the wanted rows, in a buffer that the next step overwrites, and the arrays
-        of `tail` on the device: all that a step reads is brought there at once."""
+    def forward(
+        self, batch: ForwardBatch, tail: Sequence[Array], wants_likeliest: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What `CausalModel.forward` gives for the wanted rows, in a buffer that the next step overwrites, and the
+        arrays of `tail` on the device: all that a step reads is brought there at once."""
         variants = self.rows.rope_variant[batch.token_rows]
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
@@ -136,15 +139,15 @@ class ModelRunner:
         graphs = self.decode_graphs
         if graphs is not None and graphs.serves(batch):
             logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
-            return self.decoder.finish_logits(logits), staged_tail or self.stager.stage(tail)
+            return logits, staged_tail or self.stager.stage(tail)
         arrays = builder.arrays(batch, rope_rows, plan)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
         if self.decode_tapes is not None and batch.is_decode:
-            logits = self.decode_tapes.forward(inputs, metadata)
+            scores = self.decode_tapes.forward(inputs, metadata, wants_likeliest)
         else:
-            logits = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers)
-        return self.decoder.finish_logits(logits), staged[len(arrays) :]
+            scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
+        return scores, staged[len(arrays) :]
 
     def close(self) -> None:
         """Gives the weights, buffers and the KV cache back; the runner is dead afterwards."""
@@ -195,11 +198,13 @@ class ModelRunner:
         self,
         plan: SchedulerOutput,
         batch: ForwardBatch,
-        logits: Tensor,
+        scores: Tensor,
         draws: _Draws | None,
         staged: Sequence[Tensor],
     ) -> ModelRunnerOutput:
-        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each."""
+        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each.
+
+        scores: of `forward`, logits or the likeliest tokens."""
         num_seqs = len(batch.rows)
         sampled: list[tuple[int, ...]] = [()] * num_seqs
         is_finite = [True] * num_seqs
@@ -208,8 +213,8 @@ class ModelRunner:
         if draws is not None:
             sequences = draws.sequences
             if draws.places is not None:
-                logits, staged = logits[staged[-1]], staged[:-1]
-            output = self.sampler.run(logits, draws.given, staged)
+                scores, staged = scores[staged[-1]], staged[:-1]
+            output = self.sampler.run(scores, draws.given, staged)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):

@@ -134,7 +134,7 @@ def profile_on_gpu(
     inputs, metadata = builder.tensors(device.stager().stage(arrays))
     buffers = decoder.allocate_buffers(num_tokens, num_logits)
     begin = time.perf_counter()
-    decoder.finish_logits(decoder.forward(inputs, metadata, kv_cache.layers, buffers))
+    decoder.forward(inputs, metadata, kv_cache.layers, buffers)
     device.trim()
     seconds = time.perf_counter() - begin
     step_bytes = device.memory().peak - before.allocated

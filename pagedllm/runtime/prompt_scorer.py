@@ -46,8 +46,7 @@ class PromptScorer:
         for begin in range(0, len(batch.scored_indices), self.slice_rows):
             indices = batch.scored_indices[begin : begin + self.slice_rows]
             sequences = batch.scored_sequences[begin : begin + self.slice_rows]
-            head = self.decoder.logits(torch.from_numpy(indices).to(device), step_rows, self.buffers)
-            logits = self.decoder.finish_logits(head)
+            logits = self.decoder.logits(torch.from_numpy(indices).to(device), step_rows, self.buffers)
             rows = batch.rows[sequences]
             following = torch.from_numpy(self.rows.token_ids[rows, batch.positions[indices] + 1]).to(device)
             self._split(logits, following, sequences, self.sampling_rows.num_prompt_logprobs[rows], pieces)

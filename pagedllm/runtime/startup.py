@@ -146,7 +146,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
         )
         rope_tables = RopeTables(decoder.config.ropes, decoder.config.max_position, pool.max_model_len)
         decoder.set_rope_tables(rope_tables)
-        can_record = kernels.namespace == "pagedllm" and not device.is_gpu and decoder.runs_only_kernels
+        can_record = kernels.namespace == "pagedllm" and not device.is_gpu
         kv_cache = KVCache(decoder.config, backend, pool.num_blocks, config.block_size, dtype, allocate=device.allocate)
         on_failure.callback(kv_cache.close)
         runner = ModelRunner(

@@ -29,6 +29,16 @@ def test_a_block_can_leave_from_the_head_the_middle_and_the_tail() -> None:
     assert ids(queue) == [1, 3, 0]
 
 
+def test_a_block_at_the_head_is_the_next_to_leave() -> None:
+    blocks = [KVCacheBlock(i) for i in range(3)]
+    queue = FreeBlockQueue(blocks[:1])
+    queue.prepend(blocks[1])
+    queue.append(blocks[2])
+    assert ids(queue) == [1, 0, 2]
+    assert len(queue) == 3
+    assert queue.popleft() is blocks[1]
+
+
 def test_a_removed_block_keeps_no_link() -> None:
     block = KVCacheBlock(0)
     FreeBlockQueue([block, KVCacheBlock(1)]).remove(block)
@@ -41,6 +51,8 @@ def test_misuse_is_refused() -> None:
     queue = FreeBlockQueue([block])
     with pytest.raises(AssertionError, match="block 7 is free twice"):
         queue.append(block)
+    with pytest.raises(AssertionError, match="block 7 is free twice"):
+        queue.prepend(block)
     queue.remove(block)
     with pytest.raises(AssertionError, match="block 7 is not free"):
         queue.remove(block)

@@ -11,13 +11,24 @@ def free_ids(pool: BlockPool) -> list[int]:
     return [block.block_id for block in pool.free_block_queue]
 
 
-def test_freed_blocks_go_behind_the_others_in_the_order_given() -> None:
+def test_freed_blocks_with_a_hash_go_behind_the_others_in_the_order_given() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(4)
     assert [block.block_id for block in blocks] == [0, 1, 2, 3]
+    for block, block_hash in zip(blocks, (b"a", b"b", b"c", b"d"), strict=True):
+        pool.offer(block, block_hash)
     pool.free(reversed(blocks[:3]))
     assert free_ids(pool) == [4, 5, 2, 1, 0]
     assert (pool.num_free, pool.num_used) == (5, 1)
+
+
+def test_freed_blocks_without_a_hash_go_before_those_that_were_never_used() -> None:
+    pool = BlockPool(6)
+    blocks = pool.allocate(4)
+    pool.offer(blocks[1], b"a")
+    pool.free(reversed(blocks[:3]))
+    assert free_ids(pool) == [0, 2, 4, 5, 1]
+    assert [block.block_id for block in pool.allocate(3)] == [0, 2, 4]
 
 
 def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
@@ -27,7 +38,7 @@ def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
     pool.free((block,))
     assert free_ids(pool) == [1]
     pool.free((block,))
-    assert free_ids(pool) == [1, 0]
+    assert free_ids(pool) == [0, 1]
     with pytest.raises(AssertionError, match="block 0 is freed by nobody"):
         pool.free((block,))
 
@@ -67,6 +78,20 @@ def test_forgetting_leaves_the_block_where_it_is() -> None:
     pool.forget(block)
     assert pool.find(b"a") is None
     assert (block.ref_count, block.is_pending, pool.num_cached) == (1, False, 0)
+
+
+def test_a_free_block_whose_hash_is_forgotten_is_the_next_to_be_taken() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block, block_hash in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.offer(block, block_hash)
+    pool.expect((b"c",), rank=1)
+    pool.free(blocks)
+    assert free_ids(pool) == [3, 0, 1]
+    pool.forget(blocks[1])
+    pool.forget(blocks[2])
+    assert free_ids(pool) == [2, 1, 3, 0]
+    assert len(pool.retained) == 0
 
 
 def test_a_pool_without_blocks_is_refused() -> None:

@@ -59,7 +59,7 @@ def test_a_hit_and_a_forgotten_name_take_a_block_out() -> None:
     pool.forget_all()
     assert (len(pool.retained), [b.block_id for b in pool.free_block_queue]) == (0, [1])
     pool.free(pool.blocks[:1])
-    assert [b.block_id for b in pool.free_block_queue] == [1, 0]
+    assert [b.block_id for b in pool.free_block_queue] == [0, 1]
 
 
 def test_ranks_come_and_go_in_any_order() -> None:

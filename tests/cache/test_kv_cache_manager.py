@@ -65,13 +65,13 @@ def test_without_a_free_block_nothing_changes() -> None:
     assert_manager_conserved(manager)
 
 
-def test_a_finished_request_frees_its_last_block_first() -> None:
+def test_of_a_finished_request_the_end_is_taken_before_the_beginning() -> None:
     manager = KVCacheManager(num_blocks=6, block_size=4)
     request = make_request("r", range(10))
     admit(manager, request)
     finish_step(manager, request)
     manager.free(request)
-    assert free_ids(manager) == [3, 4, 5, 2, 1, 0]
+    assert free_ids(manager) == [2, 3, 4, 5, 1, 0]  # 2 is not full, so nobody can hit it
     assert manager.request_ids == ()
     assert manager.num_wasted_slots == 0
 
@@ -85,8 +85,8 @@ def test_a_hit_takes_the_blocks_out_of_the_queue_and_keeps_their_order_in_the_ta
     second = make_request("second", [*range(8), 50, 51, 52])
     assert hit_ids(manager, second) == [0, 1]
     assert admit(manager, second) == 8
-    assert manager.block_ids(second) == ((0, 1, 3),)
-    assert free_ids(manager) == [4, 5, 2]
+    assert manager.block_ids(second) == ((0, 1, 2),)
+    assert free_ids(manager) == [3, 4, 5]
 
 
 @pytest.mark.parametrize(

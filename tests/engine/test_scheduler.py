@@ -112,7 +112,7 @@ def test_the_latest_is_preempted_and_comes_back_with_its_whole_table() -> None:
     plan, _ = step(scheduler)  # a asks for a third block, and only b has one to give
     assert shares(plan) == [("a", 8, 1)]
     assert plan.released_request_ids == ("b",)
-    assert plan.scheduled[0].new_block_ids == ((3,),)
+    assert plan.scheduled[0].new_block_ids == ((1,),)
     assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert scheduler.kv_cache.request_ids == ("a",)
     assert scheduler.stats.num_preemptions == 1

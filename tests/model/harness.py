@@ -88,7 +88,6 @@ class Sequences:
             logits_indices=torch.tensor(logits_indices, dtype=torch.int32),
         )
         logits = self.decoder.forward(inputs, self._metadata(new_tokens, slots), self.kv_caches, self.buffers)
-        logits = self.decoder.finish_logits(logits)
         sizes = [len(ids) if num_logits is None else num_logits for ids in new_tokens.values()]
         return dict(zip(new_tokens, logits.clone().split(sizes), strict=True))
 

@@ -111,34 +111,24 @@ def test_a_step_runs_our_operators_and_allocates_nothing(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_decoder_that_says_it_runs_only_kernels_does(name: str, tmp_path: Path) -> None:
-    """Such a one is recorded on a tape, and what torch computes would be missing there."""
+def test_every_model_runs_only_kernels_and_finds_the_likeliest_token_without_its_logits(
+    name: str, tmp_path: Path
+) -> None:
+    """A decode step is recorded on a tape, and what torch computes would be missing there."""
     sequences = Sequences(load(save(build_case(CASES[name]), tmp_path), namespace=load_kernels().namespace))
-    inputs, recorder = random_ids(20), Recorder()
-    sequences.begin("a", 20)
-    forward = sequences.decoder.forward
+    forward, recorder, found = sequences.decoder.forward, Recorder(), []
 
     def recorded(*args: Any) -> torch.Tensor:
         with recorder:
+            found.append(forward(*args, wants_likeliest=True).clone())
             return forward(*args)
 
     sequences.decoder.forward = recorded  # type: ignore[method-assign]
-    sequences.step({"a": inputs})
-    others = {name for name in recorder.names if not name.startswith("pagedllm")} - VIEWS
-    assert sequences.decoder.runs_only_kernels == (not others), others
-
-
-def test_capping_logits_gives_a_row_the_same_bits_everywhere() -> None:
-    """tanh comes from torch: its vector loop must not depend on where a row lies."""
-    generator = torch.Generator().manual_seed(0)
-    row = 40 * torch.randn(1003, generator=generator)
-    alone = (row / 30).tanh_().mul_(30)
-    for num_rows in (1, 2, 3, 7, 64):
-        for place in {0, num_rows // 2, num_rows - 1}:
-            batch = torch.randn(num_rows, 1003, generator=generator)
-            batch[place] = row
-            batch.div_(30).tanh_().mul_(30)
-            assert torch.equal(batch[place], alone)
+    sequences.begin("a", 20)
+    logits = sequences.step({"a": random_ids(20)}, num_logits=None)["a"]
+    assert {name for name in recorder.names if not name.startswith("pagedllm")} - VIEWS == {"aten.clone.default"}
+    assert recorder.names.count("pagedllm.packed_argmax.default") == 1
+    assert found[0].tolist() == logits.argmax(1).tolist()
 
 
 def test_close_gives_the_weights_back_while_a_tensor_is_still_held(tmp_path: Path, namespace: str) -> None:

@@ -10,6 +10,7 @@ from tests.ops.isa import run_on_every_instruction_set
 
 FILES = (
     "test_linear.py",
+    "test_elementwise.py",
     "test_moe.py",
     "test_norm.py",
     "test_rows.py",

@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagedllm.ops.elementwise import finish_logits
 from pagedllm.ops.library import load_kernels
 from pagedllm.ops.linear import (
     GATED_HALF,
     PANEL,
     Activation,
     apply_activation,
+    packed_argmax,
     packed_linear,
     packed_shape,
     unpack,
 )
+from pagedllm.ops.sampling import likeliest
 
 NAMESPACE = load_kernels().namespace
 DTYPES = (torch.bfloat16, torch.float32)
@@ -173,6 +176,65 @@ def test_bias_and_residual_of_a_plain_product(dtype: torch.dtype) -> None:
     assert stream[:, 70:].isnan().all()
 
 
+def argmax(x: Tensor, weight: Tensor, num_columns: int, scale: float = 1.0, softcap: float = 0.0) -> list[int]:
+    token_ids = torch.full((len(x),), -7, dtype=torch.int32)
+    packed_argmax(NAMESPACE, token_ids, x, weight, num_columns, scale, softcap)
+    return token_ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(3, 1), (5, 17), (64, 130), (577, 700), (1030, 3000)])
+def test_argmax_is_that_of_the_finished_product_for_any_number_of_rows_and_threads(
+    dtype: torch.dtype, k: int, n: int
+) -> None:
+    """Coarse values and caps make many ties."""
+    rows, weight = randn(41, k, dtype=dtype, seed=7), pack(randn(n, k, dtype=dtype, seed=8))
+    coarse = (rows * 2).round() / 2, pack((unpack(weight)[:n, :k] * 2).round() / 2)
+    before = torch.get_num_threads()
+    try:
+        for x, w in ((rows, weight), coarse):
+            for scale, softcap in ((1.0, 0.0), (0.07, 0.0), (1.0, 1.5), (3.0, 2.0)):
+                logits = multiply(x, w, n, torch.float32)
+                finish_logits(NAMESPACE, logits, scale, softcap)
+                expected = likeliest(logits).tolist()
+                for m, num_threads in ((1, 1), (1, 2), (7, 3), (41, 1), (41, 2)):
+                    torch.set_num_threads(num_threads)
+                    assert argmax(x[-m:], w, n, scale, softcap) == expected[-m:]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_of_equal_logits_is_the_lowest_column_and_padding_is_none(dtype: torch.dtype) -> None:
+    table = torch.full((200, 4), -1.0, dtype=dtype)
+    assert argmax(torch.ones(3, 4, dtype=dtype), pack(table), 200) == [0] * 3  # padding would give 0 > -4
+    for columns in ([7, 8], [63, 64, 199], [20, 36], [199], [130, 5 + 130]):
+        table.fill_(-1.0)
+        table[columns] = 2.0
+        assert argmax(torch.ones(2, 4, dtype=dtype), pack(table), 200) == [columns[0]] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column", [0, 15, 64, 69])
+def test_argmax_says_which_rows_are_not_finite(dtype: torch.dtype, column: int) -> None:
+    """One logit of a row is set, whatever the others are: rows of the identity choose what the column holds."""
+    specials = torch.tensor([torch.nan, torch.inf, -torch.inf, 5.0], dtype=dtype)
+    for number, value in enumerate(specials):
+        table = torch.zeros(70, 4, dtype=dtype)
+        table[column, 3] = value
+        x = torch.eye(4, dtype=dtype)[[0, 3]]
+        logits = multiply(x, pack(table), 70, torch.float32)
+        lowest_other = 1 if column == 0 else 0
+        expected = (-1, -1, lowest_other, column)[number]
+        # 0 x infinity is NaN, as in the product itself
+        assert argmax(x, pack(table), 70) == likeliest(logits).tolist()
+        assert argmax(x[1:], pack(table), 70) == [expected]
+        capped = column if number == 1 else expected  # a cap makes infinity finite
+        assert argmax(x[1:], pack(table), 70, softcap=2.0) == [capped]
+    table = torch.full((70, 1), -torch.inf, dtype=dtype)
+    assert argmax(torch.ones(1, 1, dtype=dtype), pack(table), 70) == [-1]
+
+
 def test_nothing_happens_without_rows() -> None:
     packed_linear(NAMESPACE, torch.empty(0, 64), torch.empty(0, 8), pack(randn(64, 8)), None, None, Activation.NONE)
 
@@ -182,6 +244,8 @@ def test_opcheck() -> None:
     operator = torch.ops.pagedllm.packed_linear.default
     torch.library.opcheck(operator, (torch.empty(3, 70), x, weight, randn(128), randn(3, 70), 0))
     torch.library.opcheck(operator, (torch.empty(3, 64), x, weight, None, None, 1))
+    token_ids = torch.empty(3, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.pagedllm.packed_argmax.default, (token_ids, x, weight, 70, 1.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -212,3 +276,13 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
     } | change
     with pytest.raises(RuntimeError, match=message):
         packed_linear(NAMESPACE, **arguments)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_of_argmax_are_named() -> None:
+    token_ids, x, weight = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8), torch.zeros(1, 8, 64)
+    with pytest.raises(RuntimeError, match=r"packed_argmax: token_ids must have shape \[2\]"):
+        packed_argmax(NAMESPACE, token_ids[:1], x, weight, 64, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="packed_argmax: num_columns must be what 1 panels of 64 hold, got 65"):
+        packed_argmax(NAMESPACE, token_ids, x, weight, 65, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="packed_argmax: softcap must be 0 or above, got -1"):
+        packed_argmax(NAMESPACE, token_ids, x, weight, 64, 1.0, -1.0)

@@ -67,3 +67,25 @@ def test_recorded_steps_give_the_bits_of_eager_ones_as_lengths_splits_and_batche
             assert (tapes is None) == enforce_eager
             assert enforce_eager or len(tapes._tapes) > 1
     assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_steps_find_without_logits_what_steps_with_logits_find(folder: Path, dtype: str) -> None:
+    """Recorded or not; a request that wants logprobs among them makes the step compute its logits."""
+    prompts = [{"prompt_token_ids": [5 + i % 60 for i in range(n)]} for n in (3, 200, 17, 40, 9, 31)]
+    plain = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 30, 3, 9, 33, 1)]
+    mixed = [p.clone() for p in plain]
+    mixed[3].logprobs = 2
+    found = []
+    for enforce_eager in (True, False):
+        with open_llm(folder, dtype=dtype, enforce_eager=enforce_eager) as llm:
+            runner = llm._assembly.runtime.runner
+            for params in (plain, mixed, plain):
+                runner.buffers.logits.fill_(torch.nan)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([o.outputs[0].token_ids for o in outputs])
+                assert bool(runner.buffers.logits.isnan().all()) == (params is plain)
+            if not enforce_eager:
+                kinds = {wants_likeliest for _, wants_likeliest in runner.decode_tapes._tapes}
+                assert kinds == {True, False}
+    assert found[1:] == found[:1] * 5
