@@ -1,5 +1,5 @@
-"""Stage 1: what card, driver, torch and library this is, and whether they fit each other. Where they do not, nothing
-else is run."""
+"""Stage 1: what card, driver, torch and library this is, and what doctor says. Where they do not fit each other,
+nothing else is run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from pagedllm import doctor
 from pagedllm.ops.norm import rms_norm
-from tests.device.results import Budget, Results
+from tests.device.results import ESSENTIAL, Budget, Results
 from tests.device.target import Target
 
 
 def run(target: Target, results: Results, budget: Budget) -> None:
     results.fact("versions", f"torch {torch.__version__}, Python {platform.python_version()}, commit {commit()}")
-    with results.check("the library fits this torch") as notes:
+    with results.check(f"{ESSENTIAL} this torch") as notes:
         notes.say(str(target.load()))
-    with results.check("the library fits this card") as notes:
+    with results.check(f"{ESSENTIAL} this card") as notes:
         notes.say(target.card())
         run_a_kernel(target)
     for finding in doctor.examine():

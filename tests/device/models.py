@@ -46,7 +46,9 @@ class RandomCheckpoint:
             return torch.ones(wanted, dtype=torch.bfloat16)
         num_values, first = math.prod(wanted), (len(name) * 7919 + begin * 104_729) % (NUM_RANDOM // 2)
         pool = self._values[first:]
-        return pool.repeat(-(-num_values // len(pool)))[:num_values].view(wanted)
+        if num_values > len(pool):
+            pool = pool.repeat(-(-num_values // len(pool)))
+        return pool[:num_values].clone().view(wanted)
 
 
 def llama_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:

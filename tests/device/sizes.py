@@ -72,7 +72,7 @@ class Sizes:
 SMOLLM2 = Shape("SmolLM2-135M", 576, 1536, 30, 9, 3, 64, 49_152, True)
 ONE_B = Shape("1B", 2048, 8192, 16, 32, 8, 64, 128_256, True)
 EIGHT_B = Shape("8B", 4096, 14_336, 32, 32, 8, 128, 128_256, False)
-TOY = Shape("toy", 64, 128, 1, 2, 1, 64, 320, True, 512)
+TOY = Shape("toy", 64, 128, 1, 2, 1, 64, 640, True, 512)
 
 ON_A_GPU = Sizes(
     copy_bytes=4 << 30,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedllm.bench.model_layers import layer_shapes, num_weights
+from pagedllm.bench.model_layers import head_product, layer_products
 from pagedllm.config import EngineConfig
 from pagedllm.model.config import ModelConfig
-from pagedllm.model.decoder import vocabulary_shape
 from pagedllm.ops.sampling import sample
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.model_runner import ModelRunner
@@ -162,10 +161,10 @@ def step_parts(config: ModelConfig, num_seqs: int, context: int) -> Iterator[Par
     queries, keys = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = [
         Part(
-            ELEMENT * (num_weights(shape) + num_seqs * (shape.in_features + sum(shape.part_sizes))),
-            2.0 * num_seqs * num_weights(shape),
+            ELEMENT * (item.num_weights + num_seqs * (item.shape.in_features + sum(item.shape.part_sizes))),
+            2.0 * num_seqs * item.num_weights,
         )
-        for shape in layer_shapes(config).values()
+        for item in layer_products(config).values()
     ]
     layer += [
         Part(ELEMENT * num_seqs * 4 * hidden, 0),  # residual and norm, twice
@@ -177,7 +176,6 @@ def step_parts(config: ModelConfig, num_seqs: int, context: int) -> Iterator[Par
     for part in layer:
         yield Part(config.num_layers * part.num_bytes, config.num_layers * part.flops)
     yield Part(ELEMENT * num_seqs * 2 * hidden, 0)  # embedding
-    head = num_weights(vocabulary_shape(config))
-    yield Part(
-        ELEMENT * (head + num_seqs * hidden) + 4 * num_seqs * config.vocab_size, 2.0 * num_seqs * head
-    )  # its logits are float32
+    head = head_product(config).num_weights
+    logit_bytes = 4 * num_seqs * config.vocab_size
+    yield Part(ELEMENT * (head + num_seqs * hidden) + logit_bytes, 2.0 * num_seqs * head)
