@@ -24,8 +24,6 @@ from tests.device.target import Target
 from tests.tiny import VOCAB_SIZE, save_tiny_model
 
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-KINDS = ("llama", "qwen3", "gemma3")  # plain; q/k norm; windows, two ropes, soft caps
-MIN_CLEAR = 10  # choices that have to be clear for a comparison of tokens to mean something
 OVERLAP = "async_scheduling"  # the keyword
 ENGINE: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 128}
 POOL_BYTES = 16 << 20
@@ -35,12 +33,15 @@ def run(target: Target, results: Results, budget: Budget) -> None:
     target.load()
     with tempfile.TemporaryDirectory(prefix="pagedllm-device-") as name:
         root = Path(name)
-        tiny = {kind: save_tiny_model(root / kind, kind, dtype=torch.bfloat16, **HEADS) for kind in KINDS}
+        tiny = {
+            kind: save_tiny_model(root / kind, kind, dtype=torch.bfloat16, **HEADS)
+            for kind in {"llama", "gemma3", *target.sizes.kinds}
+        }
         compare_settings(target, results, tiny["gemma3"])
         compare_graphs(target, results, tiny["llama"])
         compare_overlap(target, results, tiny["llama"])
         check_memory(target, results, tiny["llama"])
-        for kind in KINDS[:1] if target.is_rehearsal else KINDS:
+        for kind in target.sizes.kinds:
             if budget.allows(results, f"tokens of a tiny {kind} against the CPU", 5):
                 compare_with_cpu(target, results, tiny[kind], f"a tiny {kind}", VOCAB_SIZE)
         shape = target.sizes.small
@@ -93,7 +94,7 @@ def compare_with_cpu(target: Target, results: Results, folder: Path, name: str, 
         )
         assert error <= allowed, notes.text
         assert not differing, f"{len(differing)} clear choices differ; {notes.text}"
-        assert sum(is_clear) >= (1 if target.is_rehearsal else MIN_CLEAR), f"too few to compare; {notes.text}"
+        assert sum(is_clear) >= target.sizes.min_clear, f"too few to compare; {notes.text}"
 
 
 def score_on_cpu(folder: Path, texts: list[list[int]], dtype: str) -> Scores:

@@ -19,7 +19,6 @@ from tests.device.target import Target
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 MAX_CALLS = 8  # in a graph
-PREFILL_HEADS = (32, 8)
 GB, GIB = 1e9, 1 << 30
 
 
@@ -105,9 +104,7 @@ def cases(target: Target) -> Iterator[Case]:
     sizes = target.sizes
     for num_seqs, num_new, num_keys in sizes.prefills:
         for head_dim in reversed(sizes.head_dims):
-            case = Case(num_seqs, num_new, num_keys, AttentionShape(*PREFILL_HEADS, head_dim))
-            if target.is_rehearsal:
-                case = replace(case, shape=AttentionShape(2, 1, head_dim))
+            case = Case(num_seqs, num_new, num_keys, AttentionShape(*sizes.prefill_heads, head_dim))
             yield case
             if head_dim == sizes.head_dims[-1]:
                 yield replace(case, deterministic=False)

@@ -55,8 +55,12 @@ class Sizes:
     decode_contexts: tuple[int, ...]
     groups: tuple[int, ...]  # query heads a KV head
     head_dims: tuple[int, ...]
+    prefill_heads: tuple[int, int]  # of queries, of keys
     prefills: tuple[tuple[int, int, int], ...]  # (sequences, new tokens of each, keys of each, new ones included)
+    num_warm_ups: int
     num_runs: int  # of which a figure is the median
+    kinds: tuple[str, ...]  # of tiny models whose tokens are compared with the CPU's
+    min_clear: int  # choices that have to be clear, so that comparing tokens means something
     small: Shape  # whose tokens are compared with the CPU's
     lengths: tuple[int, ...]  # of the prompts whose outputs are compared
     num_tokens: int  # of each of these outputs
@@ -64,8 +68,10 @@ class Sizes:
     shapes: tuple[Shape, ...]  # whose decode steps are timed
     step_batches: tuple[int, ...]
     step_context: int
+    step_budget: int  # new tokens of the largest step that there could be
     throughput: Shape
     running: int  # sequences, where gaps between steps are looked for
+    num_idle_steps: int  # between which they are
     peer_prompts: tuple[int, int, int]  # (prompts, tokens of each, tokens of each output) beside transformers
 
 
@@ -83,8 +89,12 @@ ON_A_GPU = Sizes(
     decode_contexts=(1024, 4096, 16_384),
     groups=(1, 4, 8),
     head_dims=(64, 128),
+    prefill_heads=(32, 8),
     prefills=((4, 2048, 2048), (1, 8192, 8192), (4, 2048, 8192)),
+    num_warm_ups=2,
     num_runs=7,
+    kinds=("llama", "qwen3", "gemma3"),  # plain; q/k norm; windows, two ropes, soft caps
+    min_clear=10,
     small=SMOLLM2,
     lengths=(5, 40, 1, 23, 40, 64),
     num_tokens=32,
@@ -92,8 +102,10 @@ ON_A_GPU = Sizes(
     shapes=(ONE_B, EIGHT_B),
     step_batches=(64, 128, 256),
     step_context=1024,
+    step_budget=2048,
     throughput=ONE_B,
     running=256,
+    num_idle_steps=64,
     peer_prompts=(64, 128, 128),
 )
 REHEARSED = Sizes(
@@ -105,8 +117,12 @@ REHEARSED = Sizes(
     decode_contexts=(80,),
     groups=(1, 4),
     head_dims=(64,),
+    prefill_heads=(2, 1),
     prefills=((1, 24, 40),),
+    num_warm_ups=0,
     num_runs=1,
+    kinds=("llama",),
+    min_clear=1,
     small=TOY,
     lengths=(5, 1, 18),
     num_tokens=4,
@@ -114,7 +130,9 @@ REHEARSED = Sizes(
     shapes=(TOY,),
     step_batches=(2,),
     step_context=24,
+    step_budget=64,
     throughput=TOY,
-    running=3,
+    running=2,
+    num_idle_steps=4,
     peer_prompts=(2, 8, 4),
 )

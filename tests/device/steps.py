@@ -54,7 +54,7 @@ def measure_shape(target: Target, results: Results, budget: Budget, ceilings: Ce
         **target.settings,
         max_num_seqs=max_num_seqs,
         max_model_len=context,
-        max_num_batched_tokens=max(2048 if not target.is_rehearsal else 64, max_num_seqs),
+        max_num_batched_tokens=max(sizes.step_budget, max_num_seqs),
         kv_cache_memory_bytes=(max_num_seqs * context + 64) * token_bytes,
         enable_prefix_caching=False,
     )

@@ -1,11 +1,12 @@
 """What a run on a GPU and its rehearsal differ in, all of it: the device, the clock, the sizes, how memory runs out.
 
-Stages know a Target and never ask which one it is.
+Stages know a Target. Only compute-sanitizer, which needs a GPU, makes one of them ask which it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,8 +22,6 @@ from pagedllm.runtime.compute_device import CudaDevice, Gpu
 from tests.device.sizes import ON_A_GPU, REHEARSED, Sizes
 from tests.fake_gpu import FakeGpu
 from tests.simt.emulator import build
-
-NUM_WARM_UPS = 2
 
 
 class Target(ABC):
@@ -53,8 +52,12 @@ class Target(ABC):
         """Next to no memory can be allocated within."""
 
     @abstractmethod
-    def durations(self, run: Callable[[], object], num_runs: int) -> list[float]:
-        """Seconds on the device of each of several runs, after some that warm up."""
+    def mark(self) -> Any:
+        """Where the device is when it has done what it was given so far."""
+
+    @abstractmethod
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that the device has passed."""
 
     @abstractmethod
     def synchronize(self) -> None: ...
@@ -64,8 +67,16 @@ class Target(ABC):
             return LLM(str(model), **{**self.settings, **settings})
 
     def median(self, run: Callable[[], object]) -> float:
-        durations = sorted(self.durations(run, self.sizes.num_runs))
-        return durations[len(durations) // 2]
+        """Seconds on the device of one of several runs, after some that warm up."""
+        for _ in range(self.sizes.num_warm_ups):
+            run()
+        marks = []
+        for _ in range(self.sizes.num_runs):
+            begin = self.mark()
+            run()
+            marks.append((begin, self.mark()))
+        self.synchronize()
+        return statistics.median(self.between(begin, end) for begin, end in marks)
 
     def median_captured(self, run: Callable[[], object]) -> float:
         """As a graph, so that what Python takes to start kernels is not in it."""
@@ -109,16 +120,13 @@ class CudaTarget(Target):
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
-    def durations(self, run: Callable[[], object], num_runs: int) -> list[float]:
-        for _ in range(NUM_WARM_UPS):
-            run()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
-        for begin, end in events:
-            begin.record()
-            run()
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) / 1000 for begin, end in events]
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1000
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -150,13 +158,11 @@ class RehearsalTarget(Target):
         with mock.patch.object(self._gpu, "used_by_others", self._gpu.total - self._gpu.allocated - 4096):
             yield
 
-    def durations(self, run: Callable[[], object], num_runs: int) -> list[float]:
-        durations = []
-        for _ in range(num_runs):
-            begin = time.perf_counter()
-            run()
-            durations.append(time.perf_counter() - begin)
-        return durations
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
 
     def synchronize(self) -> None:
         pass

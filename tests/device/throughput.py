@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from pagedllm import LLM, SamplingParams
 from pagedllm.config import field_names
+from pagedllm.runtime.compute_device import Gpu
 from tests.device.exactness import OVERLAP
 from tests.device.models import as_prompts, random_ids, save_random_llama
 from tests.device.results import IDLE, Budget, Results
 from tests.device.sizes import Shape
-from tests.device.steps import time_sampling, time_step
 from tests.device.target import Target
 
 PROMPT_TOKENS = 32
@@ -36,28 +42,44 @@ def run(target: Target, results: Results, budget: Budget) -> None:
 
 
 def measure_idle(target: Target, results: Results, folder: Path, shape: Shape) -> None:
-    """A step's period in the running engine less what the device works in it: forward and sampling, timed alone."""
-    num_seqs = target.sizes.running
-    few, many = (4, 8) if target.is_rehearsal else (16, 80)
+    """From the device's own time line: between a step's last kernel and the copy that the next one begins with."""
+    num_seqs, num_tokens = target.sizes.running, target.sizes.num_idle_steps
     prompts = as_prompts(random_ids(num_seqs, (PROMPT_TOKENS,), shape.vocab_size))
     settings = {"max_num_seqs": num_seqs, "max_model_len": 128, "enable_prefix_caching": False}
-    for name, keywords in overlap_settings(results):
-        with target.llm(folder, **settings, **keywords, kv_cache_memory_bytes=kv_bytes(shape, num_seqs, 144)) as llm:
-            generate_seconds(llm, prompts, few)  # warms up
-            period = (generate_seconds(llm, prompts, many) - generate_seconds(llm, prompts, few)) / (many - few)
-            runner = llm._assembly.runtime.runner  # type: ignore[attr-defined, union-attr]
-            busy = time_step(target, runner, num_seqs, PROMPT_TOKENS + (few + many) // 2)
-            busy += time_sampling(target, num_seqs, shape.vocab_size)
-            del runner
-        note = f"a step every {period * 1e3:.2f} ms, {busy * 1e3:.2f} ms of work; {shape.name}, {num_seqs} sequences"
-        results.figure(f"idle between steps, {name}", max(0.0, period - busy) * 1e3, "ms", IDLE, note)
-
-
-def overlap_settings(results: Results) -> list[tuple[str, dict[str, Any]]]:
     if OVERLAP not in field_names():
-        results.absent("idle between steps, planned ahead", f"this version of pagedllm has no keyword {OVERLAP}")
-        return [("one after the other", {})]
-    return [("one after the other", {OVERLAP: False}), ("planned ahead", {OVERLAP: True})]
+        results.absent("idle between steps", f"this version of pagedllm has no keyword {OVERLAP}")
+        return
+    for name, keywords in (("one after the other", {OVERLAP: False}), ("planned ahead", {OVERLAP: True})):
+        with target.llm(folder, **settings, **keywords, kv_cache_memory_bytes=kv_bytes(shape, num_seqs, 144)) as llm:
+            generate_seconds(llm, prompts, 4)  # warms up
+            with watched(target, llm._assembly.runtime.runner.device) as marks:  # type: ignore[attr-defined, union-attr]
+                generate_seconds(llm, prompts, num_tokens)
+        target.synchronize()
+        idle = [target.between(a, b) for (was, a), (now, b) in pairwise(marks) if (was, now) == ("end", "begin")]
+        begins = [mark for kind, mark in marks if kind == "begin"]
+        periods = [target.between(a, b) for a, b in pairwise(begins)]
+        assert len(idle) >= num_tokens - 1, f"{len(idle)} gaps between {num_tokens} steps"
+        note = f"a step every {median(periods) * 1e3:.2f} ms; {shape.name}, {num_seqs} sequences"
+        results.figure(f"idle between steps, {name}", median(idle) * 1e3, "ms", IDLE, note)
+
+
+@contextlib.contextmanager
+def watched(target: Target, device: Gpu) -> Iterator[list[tuple[str, Any]]]:
+    """("begin" or "end", mark) of each step: its numbers are brought in one copy, in the end results are fetched."""
+    marks: list[tuple[str, Any]] = []
+    copy, fetch = device.copy, device.fetch
+
+    def marked_copy(there: Tensor, here: Tensor) -> Callable[[], None]:
+        marks.append(("begin", target.mark()))
+        return copy(there, here)
+
+    def marked_fetch(tensors: Sequence[Tensor]) -> Callable[[], list[Any]]:
+        marks.append(("end", target.mark()))
+        with mock.patch.object(device, "copy", copy):
+            return fetch(tensors)
+
+    with mock.patch.object(device, "copy", marked_copy), mock.patch.object(device, "fetch", marked_fetch):
+        yield marks
 
 
 def kv_bytes(shape: Shape, num_seqs: int, num_tokens: int) -> int:
