@@ -4,6 +4,7 @@ are a small part of that."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 
 import pytest
@@ -19,7 +20,10 @@ from tests.simt.test_shared_prefix import num_shared_items, together
 @pytest.fixture
 def part(pytestconfig: pytest.Config) -> int:
     """By which sizes are divided."""
-    return 1 if pytestconfig.getoption("operators_on") == "cuda" else 24
+    if pytestconfig.getoption("operators_on") != "cuda":
+        return 24
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the expected values are 100 GFLOP of float64
+    return 1
 
 
 LOADS = {
