@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from pagedllm.model.registry import read_model_config
+from pagedllm.ops.library import CPU_ONLY_OPERATORS, defined_schemas
 from tests.device import main
 from tests.device.models import RandomCheckpoint
+from tests.device.operators import FILES, SMALL
 from tests.device.results import DECODE_ATTENTION, IDLE, Budget, Results, Row, line, read_rows, summary
 from tests.device.sizes import EIGHT_B, ONE_B, SMOLLM2, Shape
 from tests.device.steps import num_model_bytes, step_parts
@@ -114,6 +116,16 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, environment: dict[s
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("tests", [FILES, SMALL], ids=["wide", "small"])
+def test_every_cuda_operator_is_run_on_the_gpu(tests: list[str]) -> None:
+    """Its call stands in one of the files that stages 2 and 3 run."""
+    files = {ROOT / test.partition("::")[0] for test in tests} | {ROOT / "tests" / "simt" / "attention_case.py"}
+    text = "".join(path.read_text() for path in files)
+    names = {schema[: schema.index("(")] for schema in defined_schemas()} - CPU_ONLY_OPERATORS
+    calls = {name: "attend" if name == "paged_attention" else name for name in names}
+    assert sorted(name for name, call in calls.items() if f"{call}(" not in text) == []
 
 
 @pytest.mark.parametrize(("shape", "billions"), [(SMOLLM2, 0.1345), (ONE_B, 1.236), (EIGHT_B, 8.030)])
