@@ -98,6 +98,8 @@ def _wire(
     from pagedllm.engine.scheduler import Scheduler
 
     notices = Notices()
+    if config.chat_template is not None:
+        tokenizer.check_chat_template(config.chat_template)
     if config.generation_config == "none":
         generation_config = {}
     model, max_model_len = runtime.model_config, runtime.pool.max_model_len

@@ -52,6 +52,10 @@ class ChatTemplates:
         self._source = source
         self._compiled: dict[str, jinja2.Template] = {}
 
+    def check(self, chat_template: str) -> None:
+        """Raises RequestError where it cannot be had or is no template."""
+        self._compile(self._choose(chat_template, None))
+
     def render(
         self,
         messages: Sequence[Any],

@@ -36,11 +36,22 @@ class Terminated(BaseException):
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(argv)
-    args = parser.parse_args(flags.with_dashes(argv))
+    args, unknown = parser.parse_known_args(flags.with_dashes(argv))
+    if unknown and args.name == "run":
+        args.parser.error(flags.unknown_flag(unknown[0], list(vars(args))))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.argv = argv
     command: Callable[[argparse.Namespace], int] = args.command
     with log_on_stderr(is_quiet=getattr(args, "quiet", True)), termination_raises():
-        return command(args)
+        try:
+            return command(args)
+        except (KeyboardInterrupt, Terminated) as interrupt:
+            return complain_of(interrupt)
+
+
+def complain_of(interrupt: BaseException) -> int:
+    return complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
 
 
 def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -49,6 +60,8 @@ def make_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
+        allow_abbrev=False,
+        usage="pagedllm run -m MODEL -i IN -o OUT [OPTION ...]",
         help="run a file of prompts",
         description="Reads rows with `prompt` or `messages` and perhaps `sampling_params`, or OpenAI batch lines, and "
         "writes each with its output: all its fields, then output, finish_reason, stop_reason, prompt_tokens, "
@@ -189,7 +202,7 @@ def run_command(args: argparse.Namespace) -> int:
         except (OSError, PagedLLMError) as error:
             code = complain(error, FAILED)
         except (KeyboardInterrupt, Terminated) as interrupt:
-            code = complain("interrupted", TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
+            code = complain_of(interrupt)
         tell_how_to_continue(job, args.argv)
         return code
 

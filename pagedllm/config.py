@@ -7,7 +7,7 @@ error naming field and value; a known value that this version does not have is a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedllm.sampling_params import is_int, is_real
@@ -109,10 +109,6 @@ class EngineConfig:
             raise _wrong("seed", "an int", self.seed)
         if not is_int(self.max_logprobs) or self.max_logprobs < 0:
             raise _wrong("max_logprobs", "an int >= 0", self.max_logprobs)
-
-
-def field_names() -> tuple[str, ...]:
-    return tuple(f.name for f in fields(EngineConfig))
 
 
 def _wrong(name: str, wanted: str, value: object) -> ValueError:

@@ -8,5 +8,9 @@ DONE, FAILED, REFUSED, ROWS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 1
 
 
 def complain(problem: BaseException | str, code: int) -> int:
+    """An error of the system is told as other commands do: the file, then what is wrong with it."""
+    if isinstance(problem, OSError) and problem.strerror is not None:
+        file = "" if problem.filename is None else f"{problem.filename}: "
+        problem = f"{file}{problem.strerror}"
     print(f"pagedllm: error: {problem}", file=sys.stderr)
     return code

@@ -35,7 +35,8 @@ def model_digest(config: EngineConfig) -> str:
     digest = blake2b(digest_size=16)
     settings = (config.gguf_file, config.load_format, config.generation_config, config.chat_template)
     digest.update(repr(settings).encode())
-    for place in (config.model, config.tokenizer):
+    template = config.chat_template
+    for place in (config.model, config.tokenizer, None if template is None or "{" in template else template):
         for path in _files(Path(place)) if place is not None else ():
             digest.update(repr((path.name, path.stat().st_size)).encode())
             _add_file(digest, path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagedllm.config import EngineConfig
+from pagedllm.keywords import RENAMED_LLM_KEYWORDS, RENAMED_SAMPLING_PARAMS, nearest_name
 from pagedllm.sampling_params import SamplingParams
 
 NO_SAMPLING_FLAG = ("seed", "logits_processors")  # --seed is the LLM's; a callable has no text
@@ -22,7 +23,7 @@ MODEL_HELP = "a model folder, a GGUF file or a Hugging Face id"
 LLM_HELP = {
     "tokenizer": "another folder for the tokenizer",
     "dtype": "auto, bfloat16 or float32",
-    "device": "auto or cpu",
+    "device": "auto, cpu, cuda or cuda:N",
     "kernels": "auto, an instruction set's name, or reference",
     "max_model_len": "longest prompt + output, in tokens",
     "block_size": "tokens per KV-cache block: 8, 16, 32, 64 or 128",
@@ -37,7 +38,7 @@ LLM_HELP = {
     "num_threads": "threads; default: all that this process may use",
     "seed": "of all rows that have none of their own",
     "generation_config": "auto, or none to ignore the model's file",
-    "chat_template": "a template's text instead of the model's own",
+    "chat_template": "a template's text or file instead of the model's own",
     "revision": "branch, tag or commit of a Hugging Face id",
     "load_format": "auto, safetensors or gguf",
     "gguf_file": "the file to take where the model is a folder of several",
@@ -63,7 +64,7 @@ SAMPLING_HELP = {
     "detokenize": "give text",
     "skip_special_tokens": "leave special tokens out of the text",
     "spaces_between_special_tokens": "put spaces between them",
-    "logprobs": "not supported in files yet",
+    "logprobs": "adds token_ids, token_logprobs and top_logprobs, of the K likeliest",
     "prompt_logprobs": "not for files: --task loglikelihood scores texts",
     "logit_bias": 'JSON object: {"id": number}',
     "bad_words": "text that never comes, with or without a space before it; may be given again",
@@ -83,6 +84,18 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
             argument = name.replace("_", "-") + equals + value
         changed.append(argument)
     return changed
+
+
+def unknown_flag(argument: str, names: Sequence[str]) -> str:
+    """What is said of an argument that `run` does not have. names: of its other arguments."""
+    flag = argument.partition("=")[0]
+    name = flag.removeprefix("--").replace("-", "_")
+    if name == flag:
+        return f"unrecognized arguments: {argument}"
+    renamed = RENAMED_LLM_KEYWORDS | RENAMED_SAMPLING_PARAMS
+    known = [*names, *(field.name for field in dataclasses.fields(SamplingParams))]
+    hint = renamed.get(name) or nearest_name(name, known)
+    return f"unrecognized arguments: {flag}" + (f": {hint}".replace("_", "-") if hint else "")
 
 
 def add_llm_flags(parser: argparse.ArgumentParser) -> None:

@@ -57,10 +57,16 @@ def unknown_name(owner: str, name: str, accepted: Collection[str], renamed: Mapp
     text = f"{owner} has no parameter {name!r}"
     if name in renamed:
         return f"{text}: {renamed[name]}"
+    nearest = nearest_name(name, accepted)
+    return f"{text}: {nearest}" if nearest else f"{text}; it has {', '.join(accepted)}"
+
+
+def nearest_name(name: str, accepted: Collection[str]) -> str:
+    """ "did you mean 'x'?", or "" where nothing is like it."""
     import difflib  # 5 ms, needed for mistakes only
 
     nearest = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
-    return f"{text}: did you mean {nearest[0]!r}?" if nearest else f"{text}; it has {', '.join(accepted)}"
+    return f"did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def checks_keywords(renamed: Mapping[str, str], foreign: Mapping[str, Foreign]) -> Callable[[type[T]], type[T]]:

@@ -45,7 +45,7 @@ class LLM(ScoringMethods, FileMethods):
 
     model: a folder (config.json, safetensors, tokenizer), a GGUF file, or a Hugging Face id ("organisation/name"),
         fetched into the hub's cache where it is not there yet. revision: its branch, tag or commit.
-    tokenizer: another folder for the tokenizer. chat_template: a template's text instead of the model's own.
+    tokenizer: another folder for the tokenizer. chat_template: a template's text or file instead of the model's own.
     dtype: "auto" (bfloat16), "bfloat16", "float32". kernels: "auto", an instruction set's name, or "reference";
     "simt" runs CUDA's kernels on an emulator, for tests, in bfloat16 or float16.
     max_model_len: longest prompt + output; default: the model's, lowered to what the KV cache holds.

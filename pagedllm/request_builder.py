@@ -127,7 +127,7 @@ class RequestBuilder:
         """The final text of a conversation; RequestError("template_error") quotes the template's own words."""
         return self.tokenizer.apply_chat_template(
             messages,
-            chat_template=chat.chat_template or self.chat_template,
+            chat_template=self.chat_template if chat.chat_template is None else chat.chat_template,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             tools=chat.tools,

@@ -25,7 +25,6 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"  # {"chat_template": ...}
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 FIRST_WITHOUT_FORK_WARNING = (0, 23)
 SLICE_TEXTS = 2048
@@ -158,6 +157,10 @@ class Tokenizer:
         return self._templates.render(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, clock, kwargs
         )
+
+    def check_chat_template(self, chat_template: str) -> None:
+        """Raises RequestError for one that `apply_chat_template` would refuse whatever the messages."""
+        self._templates.check(chat_template)
 
     def _id_of(self, token: str | None) -> int | None:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)

@@ -14,8 +14,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pagedllm import LLM
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +44,23 @@ def gguf_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGEDLLM_CACHE", os.fspath(tmp_path_factory.mktemp("pagedllm-cache")))
         yield
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLM and the command line over the engine without a model."""
+    from tests.fake_assembly import fake_assemble
+
+    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+
+
+@pytest.fixture
+def llm(no_model: None) -> Iterator[LLM]:
+    """An LLM without a model; modules that need another have one of this name."""
+    from pagedllm import LLM
+
+    with LLM("fake") as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

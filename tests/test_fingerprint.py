@@ -44,6 +44,10 @@ def test_fingerprint_tells_weights_tokenizer_template_dtype_kernels_and_numerics
         "reference": of(folder, kernels="reference"),
     }
     seen["template given"] = of(folder, chat_template="{{ messages[0].content }}")
+    template = tmp_path / "template.jinja"
+    for text in ("{{ 1 }}", "{{ 2 }}"):
+        template.write_text(text)
+        seen[f"template {text} in a file"] = of(folder, chat_template=str(template))
     seen["no generation config"] = of(folder, generation_config="none")
     for name, change in (
         ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),

@@ -22,7 +22,8 @@ from pagedllm.vllm_keywords import (
     FOREIGN_SAMPLING_PARAMS,
     Foreign,
 )
-from tests.fake_assembly import fake_assemble
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from_vllm.md"
 TABLES = re.compile(r"^## (LLM|SamplingParams|BeamSearchParams)\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -35,11 +36,6 @@ OWNERS = {
     "BeamSearchParams": (BeamSearchParams, FOREIGN_BEAM_SEARCH_PARAMS, RENAMED_BEAM_SEARCH_PARAMS, OURS_BEAMS),
 }
 HARMLESS_VALUES = (1, True, 0, False, "auto", "generate", 4, 0.0, None)
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 def accepted_names(owner: str) -> list[str]:

@@ -5,30 +5,16 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from pagedllm import LLM, RequestError, RequestOutput, SamplingParams
-from tests.fake_assembly import FakeRunner, fake_assemble
+from tests.fake_assembly import runner_of
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SAMPLED = SamplingParams(max_tokens=5)
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
-
-
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM("fake") as llm:
-        yield llm
-
-
-def runner_of(llm: LLM) -> FakeRunner:
-    return llm._assembly.runtime
 
 
 def assert_nothing_left(llm: LLM) -> None:

@@ -19,29 +19,16 @@ import pytest
 from pagedllm import LLM, BatchError, PagedLLMError, RequestError, SamplingParams
 from pagedllm.config import EngineConfig
 from pagedllm.engine.scheduler_output import ModelRunnerOutput
-from tests.fake_assembly import END, EOS, VOCAB_SIZE, FakeRunner, fake_assemble
+from tests.fake_assembly import END, EOS, VOCAB_SIZE, fake_assemble, runner_of
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
-
-
-@pytest.fixture
-def llm():
-    with LLM("fake") as llm:
-        yield llm
 
 
 def make_llm(monkeypatch, **options) -> LLM:
     monkeypatch.setattr("pagedllm.llm.assemble", lambda config: fake_assemble(config, **options))
     return LLM("fake")
-
-
-def runner_of(llm: LLM) -> FakeRunner:
-    return llm._assembly.runtime
 
 
 def assert_nothing_left(llm: LLM) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,16 @@ def test_no_signal_handler_is_installed_and_the_environment_stays(folder: Path) 
         assert state() == before
         assert llm.submit("one", GREEDY).result().text
     assert state() == before
+
+
+def test_nothing_spins_once_a_call_has_ended(folder: Path) -> None:
+    """Kernel threads wait without a core; processor time counts whatever else the machine does."""
+    with LLM(folder, **{**SMALL, "num_threads": 3}) as llm:  # type: ignore[arg-type]
+        answer(llm)
+        time.sleep(0.05)  # torch's own threads, where a call used them, spin for some milliseconds
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.05
 
 
 def test_it_works_in_a_thread_and_under_a_running_event_loop(llm: LLM) -> None:

@@ -9,22 +9,12 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from pagedllm import LLM, RequestError, SamplingParams
-from tests.fake_assembly import fake_assemble
+from pagedllm import RequestError, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 TEXTS = ["ab", "cd", "e"]
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
-
-
-@pytest.fixture
-def llm():
-    with LLM("fake") as llm:
-        yield llm
 
 
 COLUMNS = {

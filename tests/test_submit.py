@@ -11,15 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from pagedllm import LLM, RequestError, SamplingParams
-from tests.fake_assembly import FakeRunner, fake_assemble
+from tests.fake_assembly import runner_of
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 WAIT = 10
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture
@@ -28,10 +25,6 @@ def llm() -> Iterator[LLM]:
         yield llm
     for thread in submit_threads():  # it ends soon after `close`
         thread.join(WAIT)
-
-
-def runner_of(llm: LLM) -> FakeRunner:
-    return llm._assembly.runtime
 
 
 def submit_threads() -> list[threading.Thread]:

@@ -15,13 +15,10 @@ from pagedllm import SamplingParams, __version__, cli
 from pagedllm.jobs.rows import RowReader
 from tests.fake_assembly import FakeTokenizer, fake_assemble
 
+pytestmark = pytest.mark.usefixtures("no_model")
+
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
 GREEDY = ["--temperature", "0", "--max-tokens", "4"]
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture

@@ -24,7 +24,13 @@ struct TileShape {
 #else
   static constexpr int kRows = 2, kVectors = 1;
 #endif
-  static_assert(kPanel % (16 * kVectors) == 0, "tiles cover a panel exactly");
+  // Few rows leave accumulators free for more columns: with one row, 16 columns would read every fourth cache line.
+  static constexpr int vectors(int rows) {
+    int count = 4;
+    while (count > kVectors && rows * count > kRows * kVectors) count /= 2;
+    return count;
+  }
+  static_assert(kPanel % (16 * 4) == 0 && (kVectors & (kVectors - 1)) == 0, "tiles cover a panel exactly");
 };
 constexpr int kMaxTileRows = 6;
 constexpr int64_t kFewRows = 24;    // are not shared out
@@ -87,7 +93,7 @@ void multiply_rows(int64_t rows, const T* x, int64_t x_stride, const T* panel, i
   if constexpr (R > 1) {
     if (rows < R) return multiply_rows<T, R - 1>(rows, x, x_stride, panel, k, is_first, sums, ahead);
   }
-  constexpr int kVectors = TileShape<T>::kVectors;
+  constexpr int kVectors = TileShape<T>::vectors(R);
   for (int column = 0; column < kPanel; column += 16 * kVectors) {
     multiply<R, kVectors>(x, x_stride, panel + column * kPairing<T>, k, is_first, sums + column, ahead);
     ahead = nullptr;

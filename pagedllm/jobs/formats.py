@@ -130,7 +130,8 @@ def parse_json(text: bytes) -> Any:
     except RecursionError:
         raise LineError("nested too deeply") from None
     except ValueError as error:  # JSONDecodeError; also an int of thousands of digits
-        raise LineError(f"not JSON: {error}") from None
+        hint = "; no array over several lines is read, each line is an object" if text.startswith(b"[") else ""
+        raise LineError(f"not JSON: {error}{hint}") from None
 
 
 def _parse_params(params: object) -> Mapping[str, Any]:

@@ -47,6 +47,9 @@ def open_job(
         params = SamplingParams.from_json(checked.sampling_params)
         params.verify_for_model(sys.maxsize, config.max_logprobs)  # ids beyond the vocabulary: Job.run
     input, output = os.fspath(input), os.fspath(output)
+    for name, path in (("input", input), ("output", output)):
+        if not path:
+            raise ValueError(f"{name} must name a file, got {path!r}")
     with contextlib.ExitStack() as stack:
         files = _open_output(input, output, checked)
         stack.callback(files.close)
@@ -68,11 +71,8 @@ def open_job(
         if columns is not None:
             form.check_columns(columns)
             prompts = prompts.bind(columns)
+            _check_columns(columns, source.kind, checked)
         is_scored = checked.task == LOGLIKELIHOOD
-        if is_scored and columns is not None and COLUMN not in columns:
-            raise ValueError(
-                f"task={checked.task!r} scores the column {COLUMN!r}: the columns are {', '.join(columns)}"
-            )
         rows = PlainRows(prompts, form.reserved(), is_table=source.kind != "jsonl", is_scored=is_scored)
         job = Job(source, rest, files, checked, rows)
         job.notices += _notices(columns or ())
@@ -116,6 +116,16 @@ def _columns(line: Line) -> Collection[str] | None:
         return parse_object(line.text, line.fault).keys()
     except LineError:
         return None
+
+
+def _check_columns(columns: Collection[str], kind: str, options: JobOptions) -> None:
+    """All rows of a table have the same columns: what none of them can give is refused at once."""
+    listed = f"the columns are {', '.join(columns)}"
+    has_prompt = options.template is not None or "prompt" in columns or "messages" in columns
+    if kind != "jsonl" and not has_prompt:
+        raise ValueError(f"no column is named prompt or messages, and there is no template to make prompts: {listed}")
+    if options.task == LOGLIKELIHOOD and COLUMN not in columns:
+        raise ValueError(f"task={options.task!r} scores the column {COLUMN!r}: {listed}")
 
 
 def _check_openai(options: JobOptions, output: str) -> None:

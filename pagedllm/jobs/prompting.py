@@ -17,6 +17,7 @@ from pagedllm.errors import RequestError
 from pagedllm.prompts import Prompt, brief, check_conversation
 
 NAME = r"[A-Za-z_]\w*"
+NUM_LISTED = 4  # columns that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class PromptForm:
         if messages is not None:
             return Prompt(messages=self._with_system(check_conversation(messages, "messages")))
         if text is None:
-            raise RequestError("invalid_parameter", "the row has neither 'prompt' nor 'messages'", field="prompt")
+            raise RequestError(
+                "invalid_parameter", f"the row has neither 'prompt' nor 'messages'{_had(values)}", field="prompt"
+            )
         if not isinstance(text, str):
             raise RequestError("invalid_parameter", f"prompt must be a string, got {brief(text)}", field="prompt")
         if self.is_chat:
@@ -66,6 +69,15 @@ class PromptForm:
         if self.system is None or not messages or has_own:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
+
+
+def _had(values: Mapping[str, Any]) -> str:
+    """What a row without a prompt has instead, in a few words."""
+    names = [repr(name)[:40] for name in values if name not in ("prompt", "messages", "sampling_params")]
+    if not names:
+        return ""
+    listed = ", ".join(names[:NUM_LISTED]) + (", ..." if len(names) > NUM_LISTED else "")
+    return f", but {listed}: --template makes prompts of columns"
 
 
 def _filled(pieces: Sequence[str], values: Mapping[str, Any]) -> str:

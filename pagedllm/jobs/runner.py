@@ -293,19 +293,27 @@ class Job:
             self.report.log.restart_step(assembly.engine.stats)
             for _ in steps:
                 note_step()
-        files.commit(source, work.table, options.order, self._form, self._openai)
+        self._commit(files, journal, work.table, job, facts)
+
+    def _commit(
+        self, files: JobFiles, journal: Journal, table: RowTable, job: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> None:
+        """Makes OUT of input and journal, and the manifest that of a finished job."""
+        assert self._source is not None
+        options = self._options
+        files.commit(self._source, table, options.order, self._form, self._openai)
         report = self.report
         files.note(
             job,
             "finished",
             **{**facts, "is_mixed": False},
             given=dict(options.sampling_params),
-            input=source.digest,
+            input=self._source.digest,
             rows=report.num_rows,
             failed=report.num_failed,
             cut=report.num_cut,
             first_error=report.first_error,
-            **facts_for_recovery(files, journal, work.table, options.order, self._form, self._openai),
+            **facts_for_recovery(files, journal, table, options.order, self._form, self._openai),
         )
         files.drop_journal()
 

@@ -25,6 +25,17 @@ from pagedllm.jobs import parquet
 from pagedllm.jobs.csv_records import DELIMITERS, read_records
 from pagedllm.jobs.formats import BYTE_ORDER_MARK, read_lines
 
+BEGINNINGS = {  # of files that hold no lines of text, whatever their names say
+    b"\x1f\x8b": "gzip: name it .gz",
+    b"PAR1": "Parquet: name it .parquet",
+    b"PK\x03\x04": "a zip archive or a spreadsheet: export JSON lines or CSV",
+    b"\xff\xfe": "UTF-16: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16: convert it to UTF-8",
+    b"\x28\xb5\x2f\xfd": "zstd: unpack it",
+    b"BZh": "bzip2: unpack it",
+    b"\xfd7zXZ": "xz: unpack it",
+}
+
 
 class Line(NamedTuple):
     row: int  # 0-based in the whole input, also where only a part of it is run
@@ -37,7 +48,8 @@ class Source:
     """kind: what is in it, where the name does not tell; limit: only so many rows; shard (i, n): of those, every n-th
     from the i-th on, counted from 1. What is stored in spool_folder goes with this object.
 
-    Raises FileNotFoundError, IsADirectoryError or PermissionError at once, ValueError for files of several kinds.
+    Raises FileNotFoundError, IsADirectoryError or PermissionError at once, ValueError for files of several kinds and
+    for one that begins as no text does.
     """
 
     def __init__(
@@ -55,6 +67,8 @@ class Source:
         for path in self.paths:
             if kind is None and kind_of(path) != self.kind:
                 raise ValueError(f"{self.paths[0]!r} and {path!r} are of different kinds: pass files of one kind")
+            if self.kind != "parquet" and not is_compressed(path) and os.path.isfile(path):
+                _refuse_other_content(path)
         self._limit = limit
         self._shard = shard
         self._exit = contextlib.ExitStack()
@@ -165,6 +179,14 @@ class Source:
                     yield cast("BinaryIO", unpacked)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise OSError(errno.EIO, f"the compressed input is damaged: {error}", path) from None
+
+
+def _refuse_other_content(path: str) -> None:
+    with open(path, "rb") as stream:
+        beginning = stream.read(max(map(len, BEGINNINGS)))
+    for magic, what in BEGINNINGS.items():
+        if beginning.startswith(magic):
+            raise ValueError(f"{path!r} is {what}")
 
 
 def is_compressed(path: str) -> bool:

@@ -40,6 +40,10 @@ QK_NORM_NAMES: Mapping[str, str] = {
     "layers.*.q_norm": "model.layers.*.self_attn.q_norm",
     "layers.*.k_norm": "model.layers.*.self_attn.k_norm",
 }
+POST_NORM_NAMES: Mapping[str, str] = {
+    "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.post_mlp_norm": "model.layers.*.post_feedforward_layernorm",
+}
 # Derived from the config; old checkpoints stored it.
 IGNORABLE_INV_FREQ = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 

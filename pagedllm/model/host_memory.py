@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagedllm.errors import NotEnoughMemoryError
+
 ALIGNMENT = 64  # of each tensor, bytes: a cache line and a vector register
 
 
@@ -48,7 +50,10 @@ class Memory(ABC):
 
 class HostMemory(Memory):
     def __init__(self, num_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise NotEnoughMemoryError(f"{num_bytes:,} bytes of memory cannot be had: {error.strerror}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(torch.frombuffer(self._mapping, dtype=torch.uint8))

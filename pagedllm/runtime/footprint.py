@@ -46,14 +46,17 @@ class Footprint:
         return self.weight_bytes + self.kv_bytes <= self.available
 
     def __str__(self) -> str:
-        kv = (
-            f", + {self.kv_bytes / GIB:.1f} GiB KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
-        )
+        kv = f", + {_binary(self.kv_bytes)} KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
+        stored = self.stored.num_bytes
+        on_disk = f"{stored / GB:.1f} GB" if stored >= GB // 10 else f"{stored / 10**6:.1f} MB"
         return (
-            f"{self.stored.num_bytes / GB:.1f} GB on disk ({self.stored.kind}), "
-            f"{self.weight_bytes / GIB:.1f} GiB in memory as {self.dtype}{kv}; "
-            f"available {self.available / GIB:.1f} GiB: {'fits' if self.fits else 'does not fit'}"
+            f"{on_disk} on disk ({self.stored.kind}), {_binary(self.weight_bytes)} in memory as {self.dtype}{kv}; "
+            f"available {_binary(self.available)}: {'fits' if self.fits else 'does not fit'}"
         )
+
+
+def _binary(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:

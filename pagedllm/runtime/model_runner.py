@@ -29,12 +29,12 @@ from pagedllm.runtime.compute_device import ComputeDevice, Gpu, out_of_memory
 from pagedllm.runtime.cuda_graph import DecodeGraphs
 from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
-from pagedllm.runtime.forward_batch import ForwardBatch, build_forward_batch
+from pagedllm.runtime.forward_batch import BatchBuilder, ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerInput
+from pagedllm.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 
 NUM_SAMPLES = attrgetter("num_samples")
 Array = NDArray[Any]
@@ -44,13 +44,13 @@ Array = NDArray[Any]
 class _Draws:
     """What is sampled in a step."""
 
-    given: SamplerInput
+    given: SamplerInput | None  # None: the likeliest tokens, which the decoder finds
     sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
     places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
 
     @property
     def arrays(self) -> list[Array]:
-        return [*self.given.arrays, *(() if self.places is None else (self.places,))]
+        return [*(self.given.arrays if self.given else ()), *(() if self.places is None else (self.places,))]
 
 
 class ModelRunner:
@@ -82,7 +82,6 @@ class ModelRunner:
         self.backend = backend
         self.kv_cache = kv_cache
         self.num_threads = num_threads
-        self.block_size = kv_cache.block_size
         self.rope_row_offsets = rope_row_offsets
         self.device = device
         self.stager = device.stager()
@@ -90,6 +89,7 @@ class ModelRunner:
             backend, config, kv_cache.block_size, device.torch_device, shares_prefixes=shares_prefixes
         )
         self.rows = RequestRows(max_num_seqs, max_model_len, kv_cache.block_size, config.num_kv_groups)
+        self.batches = BatchBuilder(self.rows, kv_cache.block_size)
         self.sampling_rows = SamplingRows(max_num_seqs, config.vocab_size)
         self.sampler = Sampler(namespace, config.vocab_size, self.sampling_rows, logprobs_mode)
         self.buffers = decoder.allocate_buffers(
@@ -100,7 +100,7 @@ class ModelRunner:
         if isinstance(decoder, Decoder):
             self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
             if recorder is not None:
-                self.decode_tapes = DecodeTapes(recorder, decoder, kv_cache.layers, self.buffers)
+                self.decode_tapes = DecodeTapes(recorder, decoder, self.metadata_builder, kv_cache.layers, self.buffers)
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
             assert isinstance(device, Gpu)
@@ -117,10 +117,10 @@ class ModelRunner:
             self._copy_blocks(plan.blocks_to_copy)
             if not plan.scheduled:
                 return ModelRunnerOutput((), ())
-            batch = build_forward_batch(plan, self.rows, self.block_size)
+            batch = self.batches.build(plan)
             draws = self._prepare_draws(plan, batch)
             try:
-                wants_likeliest = draws is not None and draws.given.is_greedy and self.decoder.finds_likeliest
+                wants_likeliest = draws is not None and draws.given is None
                 scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
                 output = self._sample(plan, batch, scores, draws, staged)
                 return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
@@ -132,7 +132,8 @@ class ModelRunner:
     ) -> tuple[Tensor, list[Tensor]]:
         """What `CausalModel.forward` gives for the wanted rows, in a buffer that the next step overwrites, and the
         arrays of `tail` on the device: all that a step reads is brought there at once."""
-        variants = self.rows.rope_variant[batch.token_rows]
+        has_variants = any(len(offset) > 1 for offset in self.rope_row_offsets)
+        variants = self.rows.rope_variant[batch.token_rows] if has_variants else 0
         rope_rows = [batch.positions + offset[variants] for offset in self.rope_row_offsets]
         builder = self.metadata_builder
         plan = builder.plan(batch)
@@ -141,12 +142,11 @@ class ModelRunner:
             logits, staged_tail = graphs.forward(batch, rope_rows, plan, tail)
             return logits, staged_tail or self.stager.stage(tail)
         arrays = builder.arrays(batch, rope_rows, plan)
+        if self.decode_tapes is not None and batch.is_decode:
+            return self.decode_tapes.forward(arrays, wants_likeliest), self.stager.stage(tail)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
-        if self.decode_tapes is not None and batch.is_decode:
-            scores = self.decode_tapes.forward(inputs, metadata, wants_likeliest)
-        else:
-            scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
+        scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
         return scores, staged[len(arrays) :]
 
     def close(self) -> None:
@@ -190,6 +190,8 @@ class ModelRunner:
             places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
             sequences = sequences[places]
         rows = batch.rows[sequences]
+        if self.decoder.finds_likeliest and not self.sampling_rows.needs_logits[rows].any():
+            return _Draws(None, sequences, places)
         positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
         given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
         return _Draws(given, sequences, places)
@@ -214,7 +216,10 @@ class ModelRunner:
             sequences = draws.sequences
             if draws.places is not None:
                 scores, staged = scores[staged[-1]], staged[:-1]
-            output = self.sampler.run(scores, draws.given, staged)
+            if draws.given is None:
+                output = SamplerOutput(scores.tolist(), None)
+            else:
+                output = self.sampler.run(scores, draws.given, staged)
             if output.logprobs is not None:
                 logprobs = [()] * num_seqs
                 for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):

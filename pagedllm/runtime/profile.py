@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedllm.errors import NotEnoughMemoryError
 from pagedllm.model.buffers import DecoderBuffers
 from pagedllm.model.causal_model import CausalModel
 from pagedllm.model.config import LayerConfig
@@ -28,8 +29,11 @@ from pagedllm.ops.attention import AttentionBackend, AttentionMetadata
 from pagedllm.runtime.compute_device import Gpu
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.forward_batch import ForwardBatch
-from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
 from pagedllm.runtime.metadata import MetadataBuilder
+from pagedllm.runtime.resolve import GIB
+
+INDEX_BYTES = 32  # of a token of a batch: its id, position, slot and row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,14 @@ class StepProfile:
 def profile_step(
     decoder: CausalModel, backend: AttentionBackend, *, block_size: int, num_tokens: int, num_logits: int
 ) -> StepProfile:
-    """Runs zeros: num_tokens new tokens in sequences of the model's length at most, num_logits wanted."""
+    """Runs zeros: num_tokens new tokens in sequences of the model's length at most, num_logits wanted.
+
+    Raises NotEnoughMemoryError, before anything is taken, where a step can not fit.
+    """
     config = decoder.config
+    token_bytes = bytes_per_block(config, backend, block_size, decoder.dtype) // block_size
+    token_bytes += 2 * config.hidden_size * decoder.dtype.itemsize + INDEX_BYTES
+    _check_room(num_tokens, num_tokens * token_bytes + num_logits * config.vocab_size * 4, read_memory_limits().free)
     longest = min(num_tokens, config.max_position)
     batch = _full_batch(num_tokens, longest, block_size, config.num_kv_groups)
     decoder.set_rope_tables(RopeTables(config.ropes, config.max_position, longest))
@@ -60,6 +70,14 @@ def profile_step(
         seconds, free_bytes = _time_model(decoder, batch, metadata, kv_cache, buffers, num_logits)
     kv_cache.close()
     return StepProfile(num_tokens, seconds, buffers.num_bytes + metadata.workspace.nbytes, free_bytes)
+
+
+def _check_room(num_tokens: int, least_bytes: int, free_bytes: int) -> None:
+    if least_bytes > free_bytes:
+        raise NotEnoughMemoryError(
+            f"a step of max_num_batched_tokens={num_tokens:,} takes at least {least_bytes / GIB:,.1f} GiB, and "
+            f"{free_bytes / GIB:.1f} GiB are free: pass a smaller max_num_batched_tokens"
+        )
 
 
 def _time_layers(

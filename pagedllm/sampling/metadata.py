@@ -26,6 +26,7 @@ class SamplingRows:
         self.sample_index = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)  # -1: none wanted
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int32)  # besides the prompt token's own
+        self.needs_logits = np.zeros(max_num_seqs, np.bool_)  # False: its likeliest token is all that it wants
         self.masks: dict[int, tuple[MaskProcessor, ...]] = {}  # by row, only rows that have any
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # ids, values
         self.user: dict[int, UserProcessors] = {}
@@ -60,6 +61,8 @@ class SamplingRows:
         if penalties != (1.0, 0.0, 0.0):
             self.penalties[row] = penalties
             self.counts[row] = PenaltyCounts(token_ids, request.num_prompt_tokens)
+        is_edited = any(row in of_rows for of_rows in (self.masks, self.bias, self.user, self.counts))
+        self.needs_logits[row] = not params.is_greedy or params.logprobs is not None or is_edited
 
     def _num_top(self, wanted: int) -> int:
         return self.vocab_size if wanted == -1 else min(wanted, self.vocab_size)

@@ -60,12 +60,6 @@ class SamplerInput:
         return np.flatnonzero(self.num_logprobs >= 0)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether each row's likeliest token is all that is wanted."""
-        is_plain = self.edits is None and not self.has_user and not self.errors
-        return is_plain and not self.parameters[0].any() and bool((self.num_logprobs < 0).all())
-
-    @property
     def arrays(self) -> list[Array]:
         return [*self.parameters, self.wants_logprobs, *(edit for edit in self.edits or () if edit is not None)]
 
@@ -111,11 +105,8 @@ class Sampler:
         )
 
     def run(self, logits: Tensor, given: SamplerInput, staged: Sequence[Tensor]) -> SamplerOutput:
-        """logits [R, vocab_size] float32, may be edited, or where `given.is_greedy` the likeliest tokens [R] int32;
-        staged: given.arrays on their device. The caller tells `SamplingRows.accept` which tokens it keeps."""
-        if logits.dim() == 1:
-            assert given.is_greedy
-            return SamplerOutput(logits.tolist(), None)
+        """logits [R, vocab_size] float32, may be edited; staged: given.arrays on their device. The caller tells
+        `SamplingRows.accept` which tokens it keeps."""
         parameters, (wants_logprobs, *rest) = staged[: len(given.parameters)], staged[len(given.parameters) :]
         edits = None
         if given.edits is not None:

@@ -69,6 +69,21 @@ def test_a_template_that_fails_quotes_its_reason_and_the_conversation(llm: LLM) 
     assert str(caught.value) == "messages[0]: chat template: roles must alternate"
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ x", "chat template, line 1: unexpected end"),
+        ("nowhere.jinja", "chat_template is neither a template nor a readable file: 'nowhere.jinja'"),
+        ("", "chat_template is neither a template nor a readable file: ''"),
+    ],
+)
+def test_a_template_that_is_none_is_refused_when_it_is_given(llm: LLM, folder: Path, template: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LLM(folder, chat_template=template, **SMALL)
+    with pytest.raises(ValueError, match=text):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template=template)
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_cuts_alike_in_generate_chat_and_run(llm: LLM, tmp_path: Path, include: bool) -> None:
     messages = [{"role": "user", "content": "one two three"}]

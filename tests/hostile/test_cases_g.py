@@ -15,29 +15,17 @@ import pytest
 
 from pagedllm import LLM, cli
 from pagedllm.jobs.keys import MAX_RECENT
-from tests.fake_assembly import fake_assemble
+from tests.fake_assembly import slow_program
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS = {"max_tokens": 4, "temperature": 0}
-SLOW = """
-import sys, time
-import pagedllm.llm
-from tests.fake_assembly import fake_assemble
-from pagedllm.cli import main
-
-def assemble(config):
-    assembly = fake_assemble(config)
-    assembly.runtime.script = lambda step, plan: time.sleep(0.005)
-    return assembly
-
-pagedllm.llm.assemble = assemble
-sys.exit(main())
-"""
+SLOW = slow_program(0.005)
 
 
 @pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+def one_time(monkeypatch):
     monkeypatch.setattr("pagedllm.jobs.runner.time.time", lambda: 1700000000)
 
 

@@ -56,7 +56,11 @@ def test_an_unreadable_line_is_an_invalid_json_line_and_has_the_columns_only(lin
     ("line", "text"),
     [
         (b"{}", "the row has neither 'prompt' nor 'messages'"),
-        (b'{"text": "a"}', "the row has neither 'prompt' nor 'messages'"),
+        (
+            b'{"text": "a", "1": 1, "2": 2, "3": 3, "4": 4}',
+            "the row has neither 'prompt' nor 'messages', but 'text', '1', '2', '3', ...: --template makes prompts of "
+            "columns",
+        ),
         (b'{"prompt": null}', "the row has neither 'prompt' nor 'messages'"),
         (b'{"prompt": 5}', "prompt must be a string, got 5 (int)"),
         (b'{"prompt": [1, 2]}', "prompt must be a string, got [1, 2] (list)"),

@@ -11,12 +11,12 @@ import pytest
 from pagedllm import LLM
 from pagedllm.jobs.formats import JobRefused
 from pagedllm.jobs.tools import merge_shards
-from tests.fake_assembly import fake_assemble
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 
 @pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
+def one_time(monkeypatch):
     monkeypatch.setattr("pagedllm.jobs.runner.time.time", lambda: 1700000000)
 
 

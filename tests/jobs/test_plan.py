@@ -12,14 +12,10 @@ from pagedllm.engine.run_log import Work
 from pagedllm.jobs import planned, tokens
 from pagedllm.jobs.opening import open_job
 from pagedllm.jobs.plan import JobPlan, Speed, duration
-from tests.fake_assembly import fake_assemble
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture

@@ -21,13 +21,10 @@ from pagedllm.jobs.report import Histogram
 from pagedllm.jobs.report_page import NO_CHARTS, as_html, write_report
 from tests.fake_assembly import fake_assemble
 
+pytestmark = pytest.mark.usefixtures("no_model")
+
 GREEDY = {"temperature": 0, "max_tokens": 4}
 NASTY = "<script>alert(1)</script>\"'&|`[x](http://evil.example)\u2028"
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture

@@ -10,18 +10,14 @@ import pytest
 from pagedllm import LLM
 from pagedllm.jobs.formats import JobRefused
 from pagedllm.jobs.runner import TooManyFailures
-from tests.fake_assembly import fake_assemble
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 SAMPLED = {"max_tokens": 6}
 
 
 class Stopped(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 class Folder:

@@ -17,13 +17,10 @@ from pagedllm.jobs.runner import TooManyFailures
 from pagedllm.jobs.source import Line
 from tests.fake_assembly import VOCAB_SIZE, fake_assemble
 
+pytestmark = pytest.mark.usefixtures("no_model")
+
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
 GREEDY = {"temperature": 0, "max_tokens": 4}
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture

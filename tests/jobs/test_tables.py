@@ -13,15 +13,11 @@ import pytest
 from pagedllm import LLM, NotSupportedError
 from pagedllm.jobs import parquet
 from pagedllm.jobs.csv_records import TableError, read_records, record
-from tests.fake_assembly import fake_assemble
+
+pytestmark = pytest.mark.usefixtures("no_model")
 
 GREEDY = {"temperature": 0, "max_tokens": 3}
 COLUMNS = ["output", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "error", "row"]
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch):
-    monkeypatch.setattr("pagedllm.llm.assemble", fake_assemble)
 
 
 @pytest.fixture

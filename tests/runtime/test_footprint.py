@@ -12,6 +12,7 @@ from pagedllm import LLM
 from pagedllm.config import EngineConfig
 from pagedllm.errors import NotEnoughMemoryError, PagedLLMError
 from pagedllm.model.checkpoint import SafetensorsCheckpoint, Stored
+from pagedllm.model.host_memory import HostMemory
 from pagedllm.runtime import footprint
 from pagedllm.runtime.device import MemoryLimits
 from pagedllm.runtime.footprint import Footprint, measure
@@ -19,8 +20,8 @@ from tests.tiny import save_tiny_model
 
 GIB = 1 << 30
 TEXT = re.compile(
-    r"\d+\.\d GB on disk \(4-bit\), \d+\.\d GiB in memory as bfloat16, \+ \d+\.\d GiB KV for one 2,048-token request; "
-    r"available \d+\.\d GiB: (fits|does not fit)"
+    r"\d+\.\d [GM]B on disk \(4-bit\), \d+\.\d GiB in memory as bfloat16, "
+    r"\+ \d+\.\d [GM]iB KV for one 2,048-token request; available \d+\.\d GiB: (fits|does not fit)"
 )
 
 
@@ -40,6 +41,11 @@ def test_memory_is_told_in_these_words() -> None:
         "2.5 GB on disk (4-bit), 7.5 GiB in memory as bfloat16, + 0.3 GiB KV for one 2,048-token request; "
         "available 5.9 GiB: does not fit"
     )
+    small = Footprint(Stored(1_500_000, "float32"), 3 << 20, "float32", 96 << 10, 512, 50 << 20)
+    assert str(small) == (
+        "1.5 MB on disk (float32), 3.0 MiB in memory as float32, + 0.1 MiB KV for one 512-token request; "
+        "available 50.0 MiB: fits"
+    )
 
 
 def test_what_is_told_is_what_is_taken(folder: Path) -> None:
@@ -57,7 +63,7 @@ def test_a_model_that_does_not_fit_is_refused_before_a_tensor_is_read(
 ) -> None:
     have(monkeypatch, 1000)
     monkeypatch.setattr(SafetensorsCheckpoint, "read", lambda self, name: pytest.fail("a tensor was read"))
-    with pytest.raises(NotEnoughMemoryError, match=r"/model: 0\.0 GB on disk \(float32\), .*: does not fit$") as caught:
+    with pytest.raises(NotEnoughMemoryError, match=r"/model: 0\.\d MB on disk \(float32\), .* not fit$") as caught:
         LLM(folder)
     assert isinstance(caught.value, (PagedLLMError, MemoryError))
     assert isinstance(caught.value, ValueError)
@@ -72,7 +78,7 @@ def test_a_gguf_file_that_does_not_fit_is_refused_before_it_is_converted(
         LLM(demo_gguf)
     told = str(caught.value).partition(".gguf: ")[2]
     assert TEXT.fullmatch(told), told
-    assert "0.1 GB on disk (4-bit), 0.3 GiB in memory as bfloat16" in told
+    assert " on disk (4-bit), 0.3 GiB in memory as bfloat16, + 45.0 MiB KV" in told
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -91,3 +97,14 @@ def test_an_llm_that_is_still_open_is_named(folder: Path, monkeypatch: pytest.Mo
             LLM(folder)
     with pytest.raises(MemoryError, match=r"does not fit$"):
         LLM(folder)
+
+
+@pytest.mark.parametrize("num_tokens", [10**8, 10**15])
+def test_a_step_that_cannot_fit_is_refused_by_name_before_memory_is_taken(folder: Path, num_tokens: int) -> None:
+    with pytest.raises(NotEnoughMemoryError, match=rf"max_num_batched_tokens={num_tokens:,} takes at least .* GiB are"):
+        LLM(folder, max_num_batched_tokens=num_tokens, num_threads=1)
+
+
+def test_a_mapping_that_cannot_be_had_is_told_in_bytes() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="1,152,921,504,606,846,976 bytes of memory cannot be had"):
+        HostMemory(1 << 60)

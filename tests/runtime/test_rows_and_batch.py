@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import fields
 
-from pagedllm.engine.scheduler_output import ScheduledRequest, SchedulerOutput
+import numpy as np
+import pytest
+
+from pagedllm.engine.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from pagedllm.runtime import forward_batch
 from pagedllm.runtime.block_table import RequestRows
-from pagedllm.runtime.forward_batch import build_forward_batch
+from pagedllm.runtime.forward_batch import BatchBuilder, ForwardBatch, build_forward_batch
+from pagedllm.sampling_params import SamplingParams
 
 
 def filled_rows() -> RequestRows:
@@ -69,3 +74,56 @@ def test_from_the_first_index_on_tokens_are_scored_and_the_last_is_sampled_from(
     assert batch.scored_sequences.tolist() == [1, 1]
     assert batch.rows.tolist() == [rows.row_of("a"), rows.row_of("b")]
     assert batch.token_ids.dtype == np.int32
+
+
+def assert_equal_batches(batch: ForwardBatch, expected: ForwardBatch) -> None:
+    for field in fields(ForwardBatch):
+        for found, wanted in zip(*(np.atleast_2d(getattr(b, field.name)) for b in (batch, expected)), strict=True):
+            assert found.dtype == wanted.dtype
+            assert found.tolist() == wanted.tolist(), field.name
+
+
+def test_batches_of_steps_that_go_on_are_made_from_the_last_and_equal_those_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = RequestRows(max_num_seqs=4, max_model_len=64, block_size=8, num_kv_groups=2)
+    builder, anew = BatchBuilder(rows, 8), []
+
+    def build_anew(*args: object) -> ForwardBatch:
+        anew.append(step)
+        return build_forward_batch(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(forward_batch, "build_forward_batch", build_anew)
+    lengths = {"a": 19, "b": 5}
+    for name, length in lengths.items():
+        row = rows.acquire(name, length, rope_variant=0)
+        rows.append_tokens(row, list(range(100, 101 + length)))
+        rows.append_blocks(row, ((7, 3, 5), (4, 1, 2)))
+    new = NewRequestData(3, SamplingParams(), seed=0)
+    for step in range(12):
+        if step == 8:  # the same id, another request
+            rows.release("a")
+            row = rows.acquire("a", 3, rope_variant=0)
+            rows.append_tokens(row, [1, 2, 3])
+            rows.append_blocks(row, ((9, 10), (11, 12)))
+            lengths["a"] = 2
+        names = ("b",) if step == 4 else ("b", "a") if step < 10 else ("a", "b")
+        has_block = step == 6
+        plan = SchedulerOutput([
+            ScheduledRequest(
+                name,
+                lengths[name],
+                1,
+                new_block_ids=((20 + step,), (30 + step,)) if has_block and name == "a" else ((), ()),
+                first_logits_index=lengths[name],
+                new_request=new if step == 8 and name == "a" else None,
+            )
+            for name in names
+        ])  # fmt: skip
+        if has_block:
+            rows.append_blocks(rows.row_of("a"), ((20 + step,), (30 + step,)))
+        assert_equal_batches(builder.build(plan), build_forward_batch(plan, rows, 8))
+        for name in names:
+            lengths[name] += 1
+            rows.append_tokens(rows.row_of(name), [200 + step])
+    assert anew == [0, 4, 5, 8, 10]

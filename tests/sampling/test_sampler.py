@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,31 @@ def flat_logits(num_rows: int, **peaks: float) -> torch.Tensor:
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
     assert draw(flat_logits(1, t7=3.0, t40=3.0), [SamplingParams(temperature=0)]).token_ids == [7]
+
+
+@pytest.mark.parametrize(
+    ("params", "needs_logits"),
+    [
+        ({}, False),
+        ({"top_p": 0.5, "top_k": 3, "seed": 7, "min_tokens": 0, "stop_token_ids": [5]}, False),
+        ({"temperature": 1e-6}, False),
+        ({"temperature": 0.5}, True),
+        ({"logprobs": 0}, True),
+        ({"min_tokens": 2, "stop_token_ids": [5]}, True),
+        ({"logit_bias": {4: 1.0}}, True),
+        ({"allowed_token_ids": [4]}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"logits_processors": [lambda token_ids, logits: logits]}, True),
+    ],
+)
+def test_rows_that_want_their_likeliest_token_and_nothing_else_need_no_logits(
+    params: dict[str, Any], needs_logits: bool
+) -> None:
+    rows = SamplingRows(2, VOCAB)
+    for row in (0, 1):  # whatever the row held before
+        rows.set(row, NewRequestData(1, SamplingParams(temperature=0.7 * row), row), np.array([1], np.int32))
+        rows.set(row, NewRequestData(1, SamplingParams(**{"temperature": 0, **params}), 0), np.array([1], np.int32))
+    assert rows.needs_logits.tolist() == [needs_logits] * 2
 
 
 def test_temperatures_below_the_greedy_limit_are_greedy() -> None:

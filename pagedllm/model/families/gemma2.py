@@ -7,16 +7,15 @@ from dataclasses import replace
 
 from pagedllm.model.config import AttentionKind, LayerConfig, ModelConfig
 from pagedllm.model.families._common import read_layer_types, read_sizes, read_window, usual_config
-from pagedllm.model.family import LLAMA_NAMES, Family
+from pagedllm.model.family import LLAMA_NAMES, POST_NORM_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope, stretched_length
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 WEIGHT_NAMES = {
     **LLAMA_NAMES,
-    "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
+    **POST_NORM_NAMES,
     "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
-    "layers.*.post_mlp_norm": "model.layers.*.post_feedforward_layernorm",
 }
 
 

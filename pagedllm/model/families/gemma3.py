@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pagedllm.model.config import AttentionKind, LayerConfig, ModelConfig, RopeConfig
-from pagedllm.model.families._common import Sizes, read_bos, read_sizes
-from pagedllm.model.family import LLAMA_NAMES, QK_NORM_NAMES, Family
+from pagedllm.model.families._common import Sizes, read_sizes, usual_config
+from pagedllm.model.family import LLAMA_NAMES, POST_NORM_NAMES, QK_NORM_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope_object
 
@@ -17,9 +18,8 @@ DEFAULT_THETAS = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
 WEIGHT_NAMES = {
     **LLAMA_NAMES,
     **QK_NORM_NAMES,
-    "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
+    **POST_NORM_NAMES,
     "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
-    "layers.*.post_mlp_norm": "model.layers.*.post_feedforward_layernorm",
 }
 
 
@@ -28,20 +28,18 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     if reader.boolean("use_bidirectional_attention", False):
         raise reader.error("use_bidirectional_attention", "is true: this is an embedding model, it does not generate")
     has_attention_bias = reader.boolean("attention_bias", False)
-    return ModelConfig(
-        architecture=ARCHITECTURE,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_q_heads=sizes.num_q_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=sizes.vocab_size,
+    config = usual_config(
+        reader,
+        ARCHITECTURE,
+        sizes,
+        read_layers(reader, sizes),
         max_position=sizes.max_position,  # after scaling, unlike Llama's
-        norm_eps=sizes.norm_eps,
-        activation=reader.activation("hidden_activation"),
-        layers=read_layers(reader, sizes),
+        is_tied_default=True,
+        activation_key="hidden_activation",
+    )
+    return replace(
+        config,
         attention_scale=reader.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        is_tied=reader.boolean("tie_word_embeddings", True),
         embedding_scale=math.sqrt(sizes.hidden_size),
         is_embedding_scale_rounded=True,
         has_qkv_bias=has_attention_bias,
@@ -50,8 +48,6 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         has_post_norms=True,
         norm_weight_offset=1.0,
         logit_softcap=reader.number("final_logit_softcapping", 0.0),
-        eos_token_ids=reader.token_ids("eos_token_id"),
-        bos_token_id=read_bos(reader),
     )
 
 

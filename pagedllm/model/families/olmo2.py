@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pagedllm.model.config import AttentionKind, LayerConfig, ModelConfig
 from pagedllm.model.families._common import read_sizes, usual_config
-from pagedllm.model.family import LLAMA_NAMES, QK_NORM_NAMES, Family
+from pagedllm.model.family import LLAMA_NAMES, POST_NORM_NAMES, QK_NORM_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope, stretched_length
 
@@ -14,8 +14,7 @@ ARCHITECTURE = "Olmo2ForCausalLM"
 WEIGHT_NAMES = {
     **LLAMA_NAMES,
     **QK_NORM_NAMES,
-    "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.post_mlp_norm": "model.layers.*.post_feedforward_layernorm",
+    **POST_NORM_NAMES,
 }
 
 

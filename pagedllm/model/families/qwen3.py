@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pagedllm.model.config import AttentionKind, LayerConfig, ModelConfig
-from pagedllm.model.families._common import read_bos, read_sizes
+from pagedllm.model.families._common import read_sizes, usual_config
 from pagedllm.model.family import LLAMA_NAMES, QK_NORM_NAMES, Family
 from pagedllm.model.hf_config import ConfigReader
 from pagedllm.model.hf_rope import read_rope, stretched_length
@@ -17,25 +19,13 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     rope = read_rope(reader, head_dim=sizes.head_dim, max_position=sizes.max_position, default_theta=10_000.0)
     has_attention_bias = reader.boolean("attention_bias", False)
     windows = read_windows(reader, sizes.num_layers)
-    return ModelConfig(
-        architecture=ARCHITECTURE,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_q_heads=sizes.num_q_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=sizes.vocab_size,
-        max_position=stretched_length(rope, sizes.max_position),
-        norm_eps=sizes.norm_eps,
-        activation=reader.activation("hidden_act"),
-        layers=tuple(LayerConfig(AttentionKind(window=window, rope=rope)) for window in windows),
-        attention_scale=sizes.head_dim**-0.5,
-        is_tied=reader.boolean("tie_word_embeddings", False),
+    layers = tuple(LayerConfig(AttentionKind(window=window, rope=rope)) for window in windows)
+    max_position = stretched_length(rope, sizes.max_position)
+    return replace(
+        usual_config(reader, ARCHITECTURE, sizes, layers, max_position=max_position),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         qk_norm="head",
-        eos_token_ids=reader.token_ids("eos_token_id"),
-        bos_token_id=read_bos(reader),
     )
 
 
