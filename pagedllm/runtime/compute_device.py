@@ -2,7 +2,8 @@
 put one in its place that has no more than a CPU.
 
 The host shares memory with numpy: nothing is copied. A GPU gets a step's numbers in one copy out of pinned memory,
-says what its memory holds, and records decode steps as graphs.
+gives results back in the background, says what its memory holds, and records decode steps as graphs. All that it is
+given it does in order, on one stream.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class ComputeDevice(ABC):
     def stager(self, num_bytes: int | None = None) -> Stager:
         """num_bytes: of one that never moves; None: it grows as needed."""
 
+    @abstractmethod
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        """Starts to bring tensors to the host; what it returns waits until they are there, and gives them."""
+
 
 class Gpu(ComputeDevice):
     is_gpu = True
@@ -64,13 +69,30 @@ class Gpu(ComputeDevice):
     def stager(self, num_bytes: int | None = None) -> Stager:
         return CopyingStager(self, num_bytes)
 
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        """Into pinned memory of its own, which no other step writes to."""
+        ends = np.cumsum([aligned(tensor.nbytes) for tensor in tensors]).tolist()
+        host = self.pinned(ends[-1])
+        places, wait = [], _nothing
+        for tensor, end in zip(tensors, ends, strict=True):
+            begin = end - aligned(tensor.nbytes)
+            place = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            wait = self.copy(place, tensor)
+            places.append(place.numpy())
+
+        def take() -> list[Array]:
+            wait()  # for the last one: copies are made in order
+            return places
+
+        return take
+
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, which the device can copy from in the background."""
+        """[num_bytes] uint8 on the host, which the device can copy from and to in the background."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Starts a copy from pinned memory; what it returns waits until `source` may be written again."""
+        """Starts a copy between pinned memory and the device; what it returns waits for its end."""
 
     @abstractmethod
     def memory(self) -> MemoryState: ...
@@ -87,8 +109,11 @@ class Gpu(ComputeDevice):
         """Memory that graphs have in common, for `capture`. It is given back with the last of them."""
 
     @abstractmethod
-    def capture(self, run: Callable[[], object], pool: object) -> Graph:
-        """`run` must have run before, must allocate nothing that outlives it, and must not wait for the device."""
+    def capture(self, run: Callable[[], object], pool: object = None) -> Graph:
+        """`run` must have run before, must allocate nothing that outlives it, and must not wait for the device.
+
+        pool: None: one of the graph's own.
+        """
 
 
 class HostDevice(ComputeDevice):
@@ -99,6 +124,10 @@ class HostDevice(ComputeDevice):
 
     def stager(self, num_bytes: int | None = None) -> Stager:
         return SharingStager()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        arrays = [tensor.numpy() for tensor in tensors]
+        return lambda: arrays
 
 
 class Stager(ABC):
@@ -116,7 +145,12 @@ class SharingStager(Stager):
 
 
 class CopyingStager(Stager):
-    """All arrays side by side in pinned memory, and one copy. Arrays of the same shapes come to the same places."""
+    """All arrays side by side in pinned memory, and one copy. Arrays of the same shapes come to the same places.
+
+    There is one buffer, and `stage` waits for the last copy out of it. A second buffer would gain nothing: that copy is
+    over when the kernels of its step begin, and the step after is staged while they run. On the device the next copy
+    comes after the kernels that read what the last one brought.
+    """
 
     def __init__(self, device: Gpu, num_bytes: int | None) -> None:
         self._device = device
@@ -186,7 +220,7 @@ class CudaDevice(Gpu):
     def graph_pool(self) -> object:
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], object], pool: object) -> Graph:
+    def capture(self, run: Callable[[], object], pool: object = None) -> Graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
             run()

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from pagedllm.model.buffers import DecoderBuffers
 from pagedllm.model.decoder import Decoder
-from pagedllm.ops.attention import KV_SPLIT, MERGE_COLUMNS, WORK_COLUMNS, AttentionPlan, AttentionShape
+from pagedllm.ops.attention import MERGE_COLUMNS, WORK_COLUMNS, AttentionPlan, AttentionShape
+from pagedllm.ops.shared_prefix import KV_SPLIT
 from pagedllm.runtime.compute_device import Gpu, Graph
 from pagedllm.runtime.forward_batch import ForwardBatch
+from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
 
 LARGEST = 256  # sequences; above, a step is long enough to hide its launches
@@ -49,6 +51,7 @@ class DecodeGraphs:
         builder: MetadataBuilder,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
+        last_tokens: LastTokens,
         *,
         sizes: Sequence[int],
         max_model_len: int,
@@ -70,6 +73,7 @@ class DecodeGraphs:
             inputs, metadata = builder.tensors(stager.stage(arrays))
 
             def run() -> Tensor:
+                last_tokens.fill(inputs.token_ids)  # noqa: B023 - called in this round
                 return decoder.forward(inputs, metadata, kv_caches, buffers)  # noqa: B023 - called in this round
 
             logits = run()  # libraries allocate what they need at the first call

@@ -32,6 +32,7 @@ from pagedllm.runtime.cuda_graph import DecodeGraphs, graph_sizes
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
+from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.resolve import GIB
 
@@ -187,8 +188,9 @@ def measure_graphs(
     cache = KVCache(config, backend, 1, block_size, decoder.dtype, allocate=device.allocate)
     with contextlib.closing(cache):
         trial = DecodeGraphs(
-            device, decoder, builder, cache.layers, buffers, sizes=sizes[-2:], max_model_len=max_model_len
-        )
+            device, decoder, builder, cache.layers, buffers, LastTokens(sizes[-1], device.torch_device),
+            sizes=sizes[-2:], max_model_len=max_model_len,
+        )  # fmt: skip
         num_bytes = trial.num_bytes[sizes[-1]]
         if len(sizes) > 1:
             num_bytes += trial.num_bytes[sizes[-2]] * (len(sizes) - 1)

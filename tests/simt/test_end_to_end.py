@@ -143,7 +143,7 @@ def answers(llm: LLM, is_batch: bool) -> list[tuple[tuple[int, ...], str]]:
         if is_batch
         else [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
     )
-    return [(tuple(o.outputs[0].token_ids), repr(o.outputs[0].logprobs)) for o in outputs]
+    return [(tuple(o.outputs[0].token_ids), repr(list(o.outputs[0].logprobs or ()))) for o in outputs]
 
 
 def test_settings_change_nothing(emulator: Emulator, row_invariant_products: None, folders: dict[str, Path]) -> None:
@@ -225,7 +225,7 @@ def test_attending_prefixes_together_changes_nothing(
         with open_llm(folders[kind], num_full_requests=18, max_num_seqs=12, max_num_batched_tokens=128) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             windows = llm.info()["kv_windows"]
-        found[launch_bytes] = [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
+        found[launch_bytes] = [(o.outputs[0].token_ids, repr(list(o.outputs[0].logprobs or ()))) for o in outputs]
         assert set(num_shared) == set(windows)
         assert all((count > 4) == (launch_bytes == 0) for count in num_shared.values())
     assert found[0] == found[1 << 60]

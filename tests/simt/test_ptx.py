@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
 from pagedllm.ops.linear import Activation, gated_activation, gather_rows
+from pagedllm.ops.moe import grouped_dense
 from pagedllm.ops.norm import add_rms_norm
 from pagedllm.ops.sampling import process_logits, sample, top_logprobs
 from tests.simt.attention_case import AttentionCase, make_batch, random_case, relative_error
@@ -17,6 +18,7 @@ from tests.simt.emulator import Emulator
 from tests.simt.nvcc import NO_NVCC, compile_source, find_tool
 from tests.simt.ptx_interpreter import run_launch
 from tests.simt.ptx_parser import Kernel, parse_ptx
+from tests.simt.test_experts import make_product
 
 pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 SIMT = "pagedllm_simt"
@@ -95,6 +97,26 @@ def test_a_carried_prompt(emulator: Emulator, kernels_of: KernelsOf) -> None:
     assert batch.metadata.work[0][1:, 7].tolist() == [1, 0] or batch.metadata.work[0][1:, 7].sum() > 0
     run_by_ptx(emulator, kernels_of("attention_d64"), batch.attend)
     assert relative_error(batch.out, batch.expected()) < 5e-3
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_prefix_attended_once(emulator: Emulator, kernels_of: KernelsOf, window: int) -> None:
+    """An item of three sequences' rows over 128 keys, whose own items go on from what it left."""
+    prefixes = ((0, 0), (0, 128), (0, 128))
+    case = AttentionCase((1, 1, 1), (150, 140, 131), 2, 1, window=window, prefixes=prefixes, is_shared=True)
+    batch = make_batch(case)
+    assert sorted(batch.metadata.work[0][1:, 7].tolist()) == [3, 3, 3, 4]
+    run_by_ptx(emulator, kernels_of("attention_d64"), batch.attend)
+    by_ptx = batch.out.clone()
+    assert relative_error(by_ptx, batch.expected()) < 5e-3
+    assert relative_error(by_ptx, batch.attend().double()) < 1e-3
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 1], [20, 7]])  # tiles of 16 rows, and of 64
+def test_products_of_experts(emulator: Emulator, kernels_of: KernelsOf, counts: list[int]) -> None:
+    arguments = make_product(counts, 72, 40, torch.bfloat16, Activation.SILU, True)
+    out = arguments[0]
+    compare(emulator, kernels_of("experts"), lambda: grouped_dense(SIMT, *arguments, Activation.SILU), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
