@@ -16,12 +16,11 @@
 #include "cuda/swizzle.cuh"
 
 namespace pagedllm {
-namespace {
 
 constexpr int kThreads = 128;
 constexpr int kTileK = 64;
-constexpr int kWeightRows = 64;  // of a tile
-constexpr int kStages = 4;  // a power of two
+constexpr int kWeightRows = 64;                     // of a tile
+constexpr int kStages = 4;                          // a power of two
 constexpr int kTileBytes = 4 * (kMaxExperts + 32);  // of the experts' first tiles
 
 template <int ROWS>
@@ -232,8 +231,6 @@ template <class T>
 int launch_any(const GroupedDenseParams& p, void* stream) {
   return p.activation != 0 ? launch_of<T, true>(p, stream) : launch_of<T, false>(p, stream);
 }
-
-}  // namespace
 
 int grouped_dense(const GroupedDenseParams& p, void* stream) {
   if (p.num_rows == 0) return 0;
