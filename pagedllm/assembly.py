@@ -135,7 +135,12 @@ def _wire(
         scores_prompts=runtime.runner.scorer is not None,
     )
     return Assembly(
-        engine=EngineCore(scheduler, runtime.runner.execute, tokenizer.detokenizer),
+        engine=EngineCore(
+            scheduler,
+            runtime.runner.execute,
+            tokenizer.detokenizer,
+            runtime.runner.launch if runtime.overlaps_steps else None,
+        ),
         runtime=runtime,
         builder=builder,
         defaults=GenerationDefaults.from_config(generation_config),
@@ -168,6 +173,7 @@ def _info(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "kernels": runtime.kernels.name,
         "model_impl": runtime.model_impl,
         "deterministic": runtime.is_deterministic,
+        "async_scheduling": runtime.overlaps_steps,
         "num_threads": runtime.num_threads,
         "max_model_len": runtime.pool.max_model_len,
         "max_num_seqs": runtime.max_num_seqs,

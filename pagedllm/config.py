@@ -40,6 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    async_scheduling: bool | None = None  # None: where there is a GPU to overlap with
     scheduling_policy: SchedulingPolicy = "offline"
     deterministic: bool | None = None
     num_threads: int | None = None
@@ -59,8 +60,9 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "a bool", getattr(self, name))
-        if not isinstance(self.deterministic, (bool, type(None))):
-            raise _wrong("deterministic", "None or a bool", self.deterministic)
+        for name in ("deterministic", "async_scheduling"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise _wrong(name, "None or a bool", getattr(self, name))
         if self.deterministic is False and self.device in ("auto", "cpu"):
             raise ValueError("deterministic=False is refused on a CPU, where equal tokens cost nothing: leave it None")
         if self.deterministic and self.kernels == "reference":

@@ -33,6 +33,7 @@ LLM_HELP = {
     "max_num_batched_tokens": "new tokens per step",
     "enable_prefix_caching": "share the KV cache of equal beginnings",
     "enforce_eager": "every step run by Python: decode steps are not recorded",
+    "async_scheduling": "plan the next step while a GPU runs one; default: with a GPU",
     "scheduling_policy": "offline, fcfs or priority",
     "deterministic": "always so on a CPU",
     "num_threads": "threads; default: all that this process may use",

@@ -51,6 +51,9 @@ class LLM(ScoringMethods, FileMethods):
     max_model_len: longest prompt + output; default: the model's, lowered to what the KV cache holds.
     gpu_memory_utilization: share of the free memory the KV cache may take; kv_cache_memory_bytes: its size instead.
     max_num_seqs, max_num_batched_tokens: requests and new tokens per step.
+    async_scheduling: plan and launch the next step while a GPU runs one; None: where there is a GPU. A CPU computes in
+        the thread that plans, so True changes nothing there, nor does it with logprobs_mode="processed_logprobs".
+        info() says what is in force. The outputs are those of any other batch.
     num_threads: default: all that this process may use.
     scheduling_policy: "offline" orders a call by its prefixes and its expected lengths and runs equal requests once;
         "fcfs" runs in the order given; "priority" by `generate(..., priority=)`. The outputs are the same.
@@ -76,6 +79,7 @@ class LLM(ScoringMethods, FileMethods):
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         scheduling_policy: SchedulingPolicy = "offline",
         deterministic: bool | None = None,
         num_threads: int | None = None,
@@ -103,6 +107,7 @@ class LLM(ScoringMethods, FileMethods):
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
             scheduling_policy=scheduling_policy,
             deterministic=deterministic,
             num_threads=num_threads,

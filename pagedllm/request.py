@@ -86,6 +86,7 @@ class Request:
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is one of the stops
     extra_keys: tuple[object, ...] = ()  # adapter, rope variant, cache salt, weight version: root of the block hashes
     num_unscored_tokens: int = 0  # at the prompt's end: those whose logprobs are wanted and not there yet
+    follows_output: bool = False  # its masks, callables or penalties, on the host, must know a token before the next
     beam_search: BeamSearchParams | None = None  # of a request whose output is searched for, not sampled
 
     # Of what the scheduler makes of one request that asks for several outputs.
@@ -102,7 +103,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
     num_preemptions: int = 0
-    first_step: int = 0  # number of the step that admitted it first
+    first_step: int = 0  # how many steps came before the one that admitted it first
     num_steps: int = 0  # set at the end: how many it took from then on
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
 

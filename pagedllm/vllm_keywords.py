@@ -43,7 +43,6 @@ FOREIGN_LLM_KEYWORDS: Mapping[str, Foreign] = {
     "swap_space": _any("preempted requests are computed again, nothing is swapped"),
     "disable_log_stats": _any("nothing is logged while a call runs"),
     "enable_chunked_prefill": _only(True, "long prompts are always cut into steps", "leave it out: it is always on"),
-    "async_scheduling": _any("steps are scheduled by the engine as it sees fit"),
     "compilation_config": _any("nothing is compiled at run time"),
     "max_seq_len_to_capture": _any("there is no such limit"),
     "disable_cascade_attn": _any("the attention kernels find shared prefixes through the block tables"),

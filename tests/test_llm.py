@@ -706,6 +706,7 @@ def test_an_unknown_keyword_names_the_right_one(keyword, text):
         ("generation_config", None, "generation_config must be one of 'auto', 'none', got None"),
         ("load_format", "pt", "load_format must be one of 'auto', 'safetensors', 'gguf', got 'pt'"),
         ("deterministic", False, "deterministic=False is refused on a CPU"),
+        ("async_scheduling", 1, "async_scheduling must be None or a bool, got 1"),
         ("seed", "1", "seed must be an int, got '1'"),
         ("max_logprobs", -1, "max_logprobs must be an int >= 0, got -1"),
     ],

@@ -20,14 +20,17 @@ one of a finished request, until it is taken.
 **Pending blocks.** A block that the step being scheduled fills is in the hash table already, and a request admitted in
 the same step may hit it: K and V of the whole batch are written before attention reads them, in each layer. `publish`
 makes them ordinary after a successful step. Where the owner does not compute them after all (preempted later in the
-same schedule, or failed), `withdraw` takes them back and names everyone who counted on them, and on those.
+same schedule, or failed), `withdraw` takes them back and names everyone who counted on them, and on those. While a
+step is under way, another plan may be made (`begin_next_plan`): it may hit what is pending, since its step comes after,
+and what it makes pending itself is published after it.
 
 No kernel writes to a block with two holders: full blocks are never written, and `fork` copies the one that is not full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +84,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
         self._tables: dict[str, _Table] = {}
-        self._pending: dict[str, list[KVCacheBlock]] = {}  # by owner's request id
+        # Of each plan that is not published, the earliest first: what it made pending, by owner's request id.
+        self._pending: deque[dict[str, list[KVCacheBlock]]] = deque([{}])
         self._pending_users: dict[KVCacheBlock, list[Request]] = {}
         self._copies: dict[KVCacheBlock, KVCacheBlock] = {}  # target -> source, which is held until it is told
         self._expected: dict[str, tuple[list[bytes], int]] = {}  # by request id: blocks it will ask for, its rank
@@ -210,6 +214,11 @@ class KVCacheManager:
         table.num_filled = end
         return NO_BLOCK_IDS
 
+    def num_blocks_wanted(self, request: Request, num_new_tokens: int) -> int:
+        """That `allocate_slots` would take, at most."""
+        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        return max(0, num_blocks - self._tables[request.request_id].num_blocks) * len(self.groups)
+
     def _grow(self, request: Request, table: _Table, end: int) -> BlockIds | None:
         num_blocks = -(-end // self.block_size)
         num_added = num_blocks - table.num_blocks
@@ -235,15 +244,17 @@ class KVCacheManager:
         return tuple(block_ids)
 
     def _leave_behind(self, table: _Table, num_computed_tokens: int) -> None:
-        """Gives back what no token to come sees. All of it was published: it was computed before this step."""
+        """Gives back what no token to come sees, but for blocks that the step under way, if there is one, has not
+        published: a pending block always has its owner."""
         for group, blocks in enumerate(table.blocks):
             num_left = self.groups.num_left_behind(group, num_computed_tokens) - (table.num_blocks - len(blocks))
             if num_left > 0:
+                num_left = next((i for i in range(num_left) if blocks[i].is_pending), num_left)
                 self.pool.free(blocks[:num_left])
                 del blocks[:num_left]
 
     def _offer_full_blocks(self, request: Request, table: _Table) -> None:
-        """Full of known tokens, that is: drafts are not."""
+        """Full of known tokens, that is: drafts are not, nor is a token that a step under way draws."""
         num_full = min(table.num_filled, len(request.token_ids)) // self.block_size
         if num_full <= table.num_offered:
             return
@@ -252,16 +263,33 @@ class KVCacheManager:
             first = table.num_blocks - len(blocks)
             for i in range(table.num_offered, num_full):
                 if self.pool.offer(blocks[i - first], request.block_hashes[i], group):
-                    self._pending.setdefault(request.request_id, []).append(blocks[i - first])
+                    self._pending[-1].setdefault(request.request_id, []).append(blocks[i - first])
         table.num_offered = num_full
 
+    def begin_next_plan(self) -> None:
+        """Another plan is made before the present one is published."""
+        self._pending.append({})
+
     def publish(self) -> None:
-        """The step succeeded: what was pending holds K and V now."""
-        for blocks in self._pending.values():
-            for block in blocks:
-                block.is_pending = False
-        self._pending.clear()
-        self._pending_users.clear()
+        """The step of the earliest plan succeeded: what it made pending holds K and V now."""
+        for blocks in self._pending.popleft().values():
+            self._make_ordinary(blocks)
+        if not self._pending:
+            self._pending.append({})
+
+    def publish_early(self, request: Request) -> None:
+        """Publishes what a request that just ended made pending in a plan whose step is still under way.
+
+        It had sampled in the step before, so all that it has to compute there is that one token, which was not known
+        when the plan was made: its block was not offered, and those that were have been full since the step before.
+        """
+        for pending in self._pending:
+            self._make_ordinary(pending.pop(request.request_id, ()))
+
+    def _make_ordinary(self, blocks: Iterable[KVCacheBlock]) -> None:
+        for block in blocks:
+            block.is_pending = False
+            self._pending_users.pop(block, None)
 
     def withdraw(self, request: Request) -> list[Request]:
         """Takes back what the request made pending; returns those who hit that, those who hit theirs, and so on.
@@ -270,7 +298,7 @@ class KVCacheManager:
         """
         withdrawn = [request]
         for owner in withdrawn:
-            for block in self._pending.pop(owner.request_id, ()):
+            for block in [block for pending in self._pending for block in pending.pop(owner.request_id, ())]:
                 self.pool.forget(block)
                 users = self._pending_users.pop(block, ())
                 withdrawn.extend(user for user in users if user not in withdrawn)
@@ -280,7 +308,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, last block first: ends of chains are evicted before prefixes."""
-        assert request.request_id not in self._pending, "blocks that are pending are withdrawn or published first"
+        is_pending = any(request.request_id in pending for pending in self._pending)
+        assert not is_pending, "blocks that are pending are withdrawn or published first"
         table = self._tables.pop(request.request_id)
         self._num_table_slots -= table.num_blocks * self.block_size
         self._num_filled_slots -= table.num_filled
@@ -298,7 +327,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Nothing that is cached now will be hit; no step may be under way."""
-        assert not self._pending
+        assert not any(self._pending)
         self.pool.forget_all()
 
     # Forks

@@ -8,6 +8,11 @@ scheduler and the pool are made anew over the same KV tensors, in milliseconds, 
 way end there: those that were complete keep their reason, the others get "abort" and what they had. `abort` hands them
 out with their texts. The new state is built aside and takes the old one's place in one assignment, and a torn state is
 recognized by the next call too, so a second interrupt, during the rebuild, does no harm.
+
+With `launch` a step computes in the background (on a GPU), and the plan after it is made and launched before its
+results are waited for, where `Scheduler.schedule_ahead` finds that it can be: then one step is under way between two
+calls of `step`. A call that changes more than a step does takes its results first. An emptied engine forgets it: what
+it still writes lies in blocks that later steps write again before they read.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagedllm.engine.detokenizer import Detokenizer
 from pagedllm.engine.output_processor import OutputProcessor
@@ -26,17 +32,31 @@ from pagedllm.request import Request, RequestStatus
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 
+TakeResults = Callable[[], ModelRunnerOutput]  # waits for them; called once, in the order of the launches
+Launch = Callable[[SchedulerOutput], TakeResults]
+
+
+class _StepUnderWay(NamedTuple):
+    plan: SchedulerOutput
+    take_results: TakeResults
+
+
 @dataclass(slots=True)
 class _State:
     scheduler: Scheduler
     outputs: OutputProcessor
     torn_requests: dict[str, Request] = field(default_factory=dict)  # ended by the latest rebuild, not yet handed out
+    under_way: _StepUnderWay | None = None  # launched, its results not taken
     is_open: bool = False  # a call is changing it, or was interrupted while it did
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, execute: Execute, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, scheduler: Scheduler, execute: Execute, detokenizer: Detokenizer, launch: Launch | None = None
+    ) -> None:
+        """launch: where steps compute in the background; `execute` is not called then."""
         self._execute = execute
+        self._launch = launch
         self._detokenizer = detokenizer
         self._state = _State(scheduler, OutputProcessor(detokenizer))
         self._set_aside: dict[str, Request] = {}
@@ -74,9 +94,12 @@ class EngineCore:
             scheduler, stats = state.scheduler, state.scheduler.stats
             if not scheduler.has_unfinished_requests:
                 return []
-            plan = stats.timed("schedule", scheduler.schedule)
-            result = stats.timed("execute", self._execute, plan)
-            stats.timed("update", scheduler.update, plan, result, state.outputs.append)
+            if self._launch is None:
+                plan = stats.timed("schedule", scheduler.schedule)
+                result = stats.timed("execute", self._execute, plan)
+                stats.timed("update", scheduler.update, plan, result, state.outputs.append)
+            else:
+                _step_overlapped(state, self._launch)
             return _hand_out(state, scheduler.ended)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -86,6 +109,7 @@ class EngineCore:
         the engine does not have are ignored.
         """
         with self._all_or_nothing() as state:
+            _take_results(state)
             wanted = dict.fromkeys(request_ids)
             for request_id in wanted:
                 request = state.scheduler.find(request_id)
@@ -111,6 +135,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """No request will hit anything computed before."""
         with self._all_or_nothing() as state:
+            _take_results(state)
             state.scheduler.kv_cache.reset_prefix_cache()
 
     @contextmanager
@@ -143,6 +168,32 @@ class EngineCore:
             if unfinished:
                 torn.stats.count_end(request.finish_reason)
         return _State(torn.emptied(), OutputProcessor(self._detokenizer), requests)
+
+
+def _step_overlapped(state: _State, launch: Launch) -> None:
+    """Takes the results of one step, the next being launched already where that can be. Nothing is under way once
+    nobody is left."""
+    scheduler, stats = state.scheduler, state.scheduler.stats
+    if state.under_way is None:
+        plan = stats.timed("schedule", scheduler.schedule)
+        state.under_way = _StepUnderWay(plan, stats.timed("execute", launch, plan))
+    next_plan = stats.timed("schedule", scheduler.schedule_ahead, state.under_way.plan)
+    following = None
+    if next_plan is not None:
+        following = _StepUnderWay(next_plan, stats.timed("execute", launch, next_plan))
+    _take_results(state)
+    state.under_way = following
+    if not scheduler.requests:
+        _take_results(state)
+
+
+def _take_results(state: _State) -> None:
+    """Of the step that is under way, if one is."""
+    if state.under_way is not None:
+        (plan, take_results), state.under_way = state.under_way, None
+        scheduler, stats = state.scheduler, state.scheduler.stats
+        result = stats.timed("execute", take_results)
+        stats.timed("update", scheduler.update, plan, result, state.outputs.append)
 
 
 def _hand_out(state: _State, ended: list[Request]) -> list[Request]:

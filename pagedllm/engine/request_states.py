@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import deque
 from collections.abc import Collection
 
 from pagedllm.cache.kv_cache_manager import KVCacheManager
@@ -61,6 +62,9 @@ class RequestStates:
         self._held_rows: dict[str, None] = {}  # ids that the runner has a row for
         self._released: list[str] = []  # ids to tell in the next plan
         self._last_released: tuple[str, ...] = ()  # in the latest plan, which may have failed
+        # Plans without results, one more where one was made ahead: blocks in use, wasted slots and requests of each.
+        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._foreseen: set[str] = set()  # ids of running ones that get a token, not known yet, by the plan under way
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -89,6 +93,7 @@ class RequestStates:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.first_step = self.stats.num_steps
+        request.follows_output = _follows_output(request)
         self.requests[request.request_id] = request
         error = why_never(
             request,
@@ -296,6 +301,18 @@ class RequestStates:
             for request in (*self.running[:NUM_DUMPED], *waiting)
         ]
         return "\n".join(lines)
+
+
+def _follows_output(request: Request) -> bool:
+    """Whether something on the host edits the logits by what was drawn before, or might."""
+    params = request.sampling_params
+    return (
+        request.choices is not None
+        or bool(request.bad_word_ids or params.logits_processors)
+        or params.allowed_token_ids is not None
+        or params.min_tokens > 0
+        or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    )
 
 
 def _was_added(request: Request) -> bool:

@@ -6,7 +6,7 @@ without room preempts the policy's victim, which starts again from what the cach
 step that preempted, so a pending block is never withdrawn from under a request of the same plan by preemption.
 A request that asks for several outputs is run as several (families.py): samples fork from the one that computed their
 prompt as far as there is room; beams go in step, and are preempted together. Called by EngineCore: `schedule` makes a
-plan, `update` takes its results.
+plan, `update` takes its results; where a GPU computes, `schedule_ahead` makes the next one before them (ahead.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from itertools import repeat
 
+from pagedllm.engine.ahead import can_plan_ahead, foresee
 from pagedllm.engine.request_states import RequestStates
 from pagedllm.engine.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
 from pagedllm.errors import RequestError
@@ -51,9 +52,27 @@ class Scheduler(RequestStates):
         budget, has_preempted_more = self._schedule_running(scheduled, self.max_num_batched_tokens)
         if not has_preempted and not has_preempted_more:
             budget = self._schedule_admissions(scheduled, budget)
-        self._count_limit(budget)
         if not scheduled and not self.ended:
             raise RuntimeError(f"no request can advance: {self.dump()}")
+        return self._plan(scheduled, blocks_to_copy, budget)
+
+    def schedule_ahead(self, plan: SchedulerOutput) -> SchedulerOutput | None:
+        """The plan after `plan`, which is under way; None where its results must be there first, or nobody goes on."""
+        self._foreseen = foresee(self, plan)
+        if not can_plan_ahead(self, self._foreseen):
+            return None
+        self.kv_cache.begin_next_plan()
+        scheduled: dict[str, ScheduledRequest] = {}
+        budget, has_preempted = self._schedule_running(scheduled, self.max_num_batched_tokens)
+        assert not has_preempted, "a block is missing that was counted"
+        budget = self._schedule_admissions(scheduled, budget)
+        return self._plan(scheduled, (), budget) if scheduled else None
+
+    def _plan(
+        self, scheduled: dict[str, ScheduledRequest], blocks_to_copy: Sequence[tuple[int, int]], budget: int
+    ) -> SchedulerOutput:
+        self._count_limit(budget)
+        self._under_way.append((self.kv_cache.pool.num_used, self.kv_cache.num_wasted_slots, len(self.running)))
         self._last_released = tuple(self._released)
         self._released.clear()
         num_tokens = self.max_num_batched_tokens - budget
@@ -78,7 +97,8 @@ class Scheduler(RequestStates):
 
     def _schedule_running(self, scheduled: dict[str, ScheduledRequest], budget: int) -> tuple[int, bool]:
         """Returns the budget that is left, and whether somebody was preempted."""
-        allocate_slots, is_running, untold = self.kv_cache.allocate_slots, RequestStatus.RUNNING, self._untold
+        allocate_slots, is_running = self.kv_cache.allocate_slots, RequestStatus.RUNNING
+        untold, foreseen = self._untold, self._foreseen
         has_preempted = False
         for request in tuple(self.running):
             if not budget:
@@ -91,8 +111,10 @@ class Scheduler(RequestStates):
             if request.num_unscored_tokens:
                 first_logits_index, num_wanted_tokens = request.first_logits_index, request.num_wanted_tokens
             num_new_tokens = min(num_wanted_tokens - num_computed_tokens, budget)
-            if not num_new_tokens:  # a beam that waits for the others of its group
-                continue
+            if not num_new_tokens:
+                if request.request_id not in foreseen:  # a beam that waits for its group; or it ends by length now
+                    continue
+                first_logits_index, num_new_tokens = num_computed_tokens, 1
             new_block_ids = allocate_slots(request, num_new_tokens)
             while new_block_ids is None and request.status is is_running:
                 has_preempted = True
@@ -229,8 +251,11 @@ class Scheduler(RequestStates):
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput, append_token: AppendToken) -> None:
         """Takes what a plan's execution gave, 0 to k tokens a request; who ends is added to `ended`."""
         self._count_step(plan)
+        has_next_plan = len(self._under_way) > 0
+        lost_rows = frozenset(self._last_released) if has_next_plan else frozenset()  # since this plan was made
+        self._foreseen.clear()
         if result.errors or not all(result.is_finite):
-            self._fail_requests(plan, result)
+            self._fail_requests(plan, result, lost_rows)
         self.kv_cache.publish()
         requests, is_running, logprobs, no_logprobs = (
             self.requests,
@@ -242,11 +267,13 @@ class Scheduler(RequestStates):
         for i, (scheduled, sampled) in enumerate(zip(plan.scheduled, result.sampled_token_ids, strict=True)):
             request = requests.get(scheduled.request_id)
             if request is None or request.status is not is_running:
-                continue  # failed, or counted on one that failed
+                continue  # failed, or counted on one that failed, or ended before, which was not known
+            if lost_rows and scheduled.request_id in lost_rows:
+                continue  # the same, and it runs again, or another of that name does
             if result.prompt_logprobs:
                 _take_prompt_logprobs(request, result)
             if not sampled:
-                request.num_computed_tokens += scheduled.num_new_tokens
+                request.num_computed_tokens = scheduled.num_computed_tokens + scheduled.num_new_tokens
                 if request.max_output_tokens == 0 and not request.num_unscored_tokens:
                     request.finish_reason = "length"
                     self._end(request)
@@ -265,6 +292,8 @@ class Scheduler(RequestStates):
                     break
             request.num_computed_tokens = len(request.token_ids) - 1  # drafts that were rejected are behind it
             if is_ended:
+                if has_next_plan:
+                    self.kv_cache.publish_early(request)
                 self._end(request)
         if self._groups:
             self._advance_beams()
@@ -315,12 +344,14 @@ class Scheduler(RequestStates):
                 self._drop_beam(beam)
             self._untold.update((beam.request_id, num_tokens) for beam, num_tokens in going_on)
 
-    def _fail_requests(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    def _fail_requests(self, plan: SchedulerOutput, result: ModelRunnerOutput, lost_rows: frozenset[str]) -> None:
         """Ends those that failed; whoever counted on blocks of theirs computes again, and is not judged now."""
         for scheduled, is_finite in zip(plan.scheduled, result.is_finite, strict=True):
             request = self.requests.get(scheduled.request_id)
             error = result.errors.get(scheduled.request_id)
             if (error is None and is_finite) or request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if scheduled.request_id in lost_rows:
                 continue
             name = request.family_id
             members = [member for member in self.running if member is request or (name and member.family_id == name)]
@@ -338,7 +369,7 @@ class Scheduler(RequestStates):
     def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_preemptions == 0 and request.sample_index == 0:
             added = self.find(request.family_id) or request
-            added.first_step = self.stats.num_steps
+            added.first_step = self.stats.num_steps + len(self._under_way)
             added.num_cached_tokens = num_cached_tokens
             self.stats.num_prompt_tokens += request.num_prompt_tokens
             self.stats.num_cached_tokens += num_cached_tokens
@@ -355,14 +386,14 @@ class Scheduler(RequestStates):
             self.stats.num_steps_limited_by_blocks += 1
 
     def _count_step(self, plan: SchedulerOutput) -> None:
-        stats, num_blocks = self.stats, self.kv_cache.pool.num_used
+        stats, (num_blocks, num_wasted_slots, num_running) = self.stats, self._under_way.popleft()
         stats.num_steps += 1
         stats.num_used_blocks = num_blocks
         stats.num_computed_tokens += plan.num_tokens
         stats.sum_allocated_slots += num_blocks * self.kv_cache.block_size
-        stats.sum_wasted_slots += self.kv_cache.num_wasted_slots
+        stats.sum_wasted_slots += num_wasted_slots
         stats.peak_num_blocks = max(stats.peak_num_blocks, num_blocks)
-        stats.peak_running = max(stats.peak_running, len(self.running))
+        stats.peak_running = max(stats.peak_running, num_running)
 
 
 def _take_prompt_logprobs(request: Request, result: ModelRunnerOutput) -> None:

@@ -45,7 +45,7 @@ class EngineStats:
     sum_wasted_slots: int = 0  # allocated to a request, no token in it
 
     schedule_seconds: float = 0.0
-    execute_seconds: float = 0.0
+    execute_seconds: float = 0.0  # on a GPU: to launch steps and to wait for them, not what ran beside the host
     update_seconds: float = 0.0
 
     def count_end(self, reason: FinishReason | None) -> None:

@@ -2,7 +2,8 @@
 put one in its place that has no more than a CPU.
 
 The host shares memory with numpy: nothing is copied. A GPU gets a step's numbers in one copy out of pinned memory,
-says what its memory holds, and records decode steps as graphs.
+gives results back in the background, says what its memory holds, and records decode steps as graphs. All that it is
+given it does in order, on one stream.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class ComputeDevice(ABC):
     def stager(self, num_bytes: int | None = None) -> Stager:
         """num_bytes: of one that never moves; None: it grows as needed."""
 
+    @abstractmethod
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        """Starts to bring tensors to the host; what it returns waits until they are there, and gives them."""
+
 
 class Gpu(ComputeDevice):
     is_gpu = True
@@ -63,13 +68,30 @@ class Gpu(ComputeDevice):
     def stager(self, num_bytes: int | None = None) -> Stager:
         return CopyingStager(self, num_bytes)
 
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        """Into pinned memory of its own, which no other step writes to."""
+        ends = np.cumsum([aligned(tensor.nbytes) for tensor in tensors]).tolist()
+        host = self.pinned(ends[-1])
+        places, wait = [], _nothing
+        for tensor, end in zip(tensors, ends, strict=True):
+            begin = end - aligned(tensor.nbytes)
+            place = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            wait = self.copy(place, tensor)
+            places.append(place.numpy())
+
+        def take() -> list[Array]:
+            wait()  # for the last one: copies are made in order
+            return places
+
+        return take
+
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, which the device can copy from in the background."""
+        """[num_bytes] uint8 on the host, which the device can copy from and to in the background."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Starts a copy from pinned memory; what it returns waits until `source` may be written again."""
+        """Starts a copy between pinned memory and the device; what it returns waits for its end."""
 
     @abstractmethod
     def memory(self) -> MemoryState: ...
@@ -95,6 +117,10 @@ class HostDevice(ComputeDevice):
     def stager(self, num_bytes: int | None = None) -> Stager:
         return SharingStager()
 
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        arrays = [tensor.numpy() for tensor in tensors]
+        return lambda: arrays
+
 
 class Stager(ABC):
     """Brings a step's arrays to the device. Tensors are good until the next call."""
@@ -111,7 +137,12 @@ class SharingStager(Stager):
 
 
 class CopyingStager(Stager):
-    """All arrays side by side in pinned memory, and one copy. Arrays of the same shapes come to the same places."""
+    """All arrays side by side in pinned memory, and one copy. Arrays of the same shapes come to the same places.
+
+    There is one buffer, and `stage` waits for the last copy out of it. A second buffer would gain nothing: that copy is
+    over when the kernels of its step begin, and the step after is staged while they run. On the device the next copy
+    comes after the kernels that read what the last one brought.
+    """
 
     def __init__(self, device: Gpu, num_bytes: int | None) -> None:
         self._device = device

@@ -21,6 +21,7 @@ from pagedllm.model.decoder import Decoder
 from pagedllm.ops.attention import KV_SPLIT, MERGE_COLUMNS, WORK_COLUMNS, AttentionPlan, AttentionShape
 from pagedllm.runtime.compute_device import Gpu, Graph
 from pagedllm.runtime.forward_batch import ForwardBatch
+from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
 
 LARGEST = 256  # sequences; above, a step is long enough to hide its launches
@@ -49,6 +50,7 @@ class DecodeGraphs:
         builder: MetadataBuilder,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         buffers: DecoderBuffers,
+        last_tokens: LastTokens,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -66,6 +68,7 @@ class DecodeGraphs:
             inputs, metadata = builder.tensors(stager.stage(arrays))
 
             def run() -> Tensor:
+                last_tokens.fill(inputs.token_ids)  # noqa: B023 - called in this round
                 return decoder.forward(inputs, metadata, kv_caches, buffers)  # noqa: B023 - called in this round
 
             logits = run()  # libraries allocate what they need at the first call

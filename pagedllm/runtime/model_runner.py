@@ -2,13 +2,17 @@
 
     update rows from the plan -> ForwardBatch -> attention plan -> decoder -> sampler -> ModelRunnerOutput
 
-The runner keeps the tokens it samples, so that a running request's next plan has nothing to tell it.
+The runner keeps the tokens it samples, so that a running request's next plan has nothing to tell it: on the host, and
+where a GPU computes there (`LastTokens`). A GPU computes in the background: `launch` reads nothing from it, so that the
+next step can be launched before the results of this one are taken. What those say of rows is not written to them then:
+a row may be another's meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,10 +35,11 @@ from pagedllm.runtime.decode_tapes import DecodeTapes
 from pagedllm.runtime.device import torch_threads
 from pagedllm.runtime.forward_batch import BatchBuilder, ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache
+from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
 from pagedllm.runtime.prompt_scorer import SLICE_ROWS, PromptScorer
 from pagedllm.sampling.metadata import SamplingRows
-from pagedllm.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from pagedllm.sampling.sampler import Drawn, Sampler, SamplerInput
 
 NUM_SAMPLES = attrgetter("num_samples")
 Array = NDArray[Any]
@@ -47,10 +52,25 @@ class _Draws:
     given: SamplerInput | None  # None: the likeliest tokens, which the decoder finds
     sequences: NDArray[np.intp]  # [R] of the batch, each as often as tokens are drawn for it
     places: NDArray[np.intp] | None  # [R] rows of the logits; None: each once
+    keepers: NDArray[np.intp] | None  # [R] the row of LastTokens that keeps each token; None: the host keeps them
+    follow_output: bool  # whether the sampler wants to know what was drawn
 
     @property
     def arrays(self) -> list[Array]:
-        return [*(self.given.arrays if self.given else ()), *(() if self.places is None else (self.places,))]
+        """The sampler's first."""
+        given = self.given.arrays if self.given else ()
+        return [*given, *(array for array in (self.places, self.keepers) if array is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that computes, and what is needed to make an output of its results."""
+
+    plan: SchedulerOutput
+    batch: ForwardBatch
+    draws: _Draws | None = None  # None: nothing is sampled
+    errors: dict[int, RequestError] = field(default_factory=dict)  # by place among what is drawn
+    fetch: Callable[[], list[Array]] = list  # waits for what the sampler left on the device
 
 
 class ModelRunner:
@@ -101,31 +121,65 @@ class ModelRunner:
             self.scorer = PromptScorer(decoder, self.buffers, self.sampler, self.rows, self.sampling_rows)
             if recorder is not None:
                 self.decode_tapes = DecodeTapes(recorder, decoder, self.metadata_builder, kv_cache.layers, self.buffers)
+        self.last_tokens = LastTokens(max_num_seqs, device.torch_device) if device.is_gpu else None
         self.decode_graphs: DecodeGraphs | None = None
         if captures_graphs:
             assert isinstance(device, Gpu)
             assert isinstance(decoder, Decoder)
+            assert self.last_tokens is not None
             with torch.inference_mode():
                 self.decode_graphs = DecodeGraphs(
-                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers,
+                    device, decoder, self.metadata_builder, kv_cache.layers, self.buffers, self.last_tokens,
                     max_num_seqs=min(max_num_seqs, max_num_batched_tokens), max_model_len=max_model_len,
                 )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        with torch_threads(self.num_threads), torch.inference_mode():
-            self._update_rows(plan)
-            self._copy_blocks(plan.blocks_to_copy)
-            if not plan.scheduled:
-                return ModelRunnerOutput((), ())
-            batch = self.batches.build(plan)
-            draws = self._prepare_draws(plan, batch)
-            try:
-                wants_likeliest = draws is not None and draws.given is None
-                scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
-                output = self._sample(plan, batch, scores, draws, staged)
-                return self._with_scores(plan, batch, output) if len(batch.scored_indices) else output
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(self.device, error) from error
+        with self._computing():
+            return self._take_results(self._launch(plan))
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Starts a step; what it returns waits for the results. They are to be taken in the order of the launches, and
+        before the next launch where a prompt is scored or a row follows its output."""
+        with self._computing():
+            launched = self._launch(plan)
+
+        def take_results() -> ModelRunnerOutput:
+            with self._computing():
+                return self._take_results(launched)
+
+        return take_results
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        try:
+            with torch_threads(self.num_threads), torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.device, error) from error
+
+    def _launch(self, plan: SchedulerOutput) -> _Launched | None:
+        """None where nothing is computed."""
+        self._update_rows(plan)
+        self._copy_blocks(plan.blocks_to_copy)
+        if not plan.scheduled:
+            return None
+        batch = self.batches.build(plan)
+        draws = self._prepare_draws(plan, batch)
+        wants_likeliest = draws is not None and draws.given is None
+        scores, staged = self.forward(batch, draws.arrays if draws else [], wants_likeliest)
+        if draws is None:
+            return _Launched(plan, batch)
+        drawn = self._draw(batch, scores, draws, staged)
+        return _Launched(plan, batch, draws, drawn.errors, self.device.fetch(drawn.tensors))
+
+    def _take_results(self, launched: _Launched | None) -> ModelRunnerOutput:
+        if launched is None:
+            return ModelRunnerOutput((), ())
+        num_seqs, output = len(launched.batch.rows), None
+        if launched.draws is not None:
+            output = self._take_up(launched.plan, launched.batch, launched.draws, launched.errors, launched.fetch())
+        output = output or ModelRunnerOutput([()] * num_seqs, [True] * num_seqs)
+        return self._with_scores(launched, output) if len(launched.batch.scored_indices) else output
 
     def forward(
         self, batch: ForwardBatch, tail: Sequence[Array], wants_likeliest: bool = False
@@ -146,6 +200,8 @@ class ModelRunner:
             return self.decode_tapes.forward(arrays, wants_likeliest), self.stager.stage(tail)
         staged = self.stager.stage([*arrays, *tail])
         inputs, metadata = builder.tensors(staged[: len(arrays)])
+        if self.last_tokens is not None:
+            self.last_tokens.fill(inputs.token_ids)
         scores = self.decoder.forward(inputs, metadata, self.kv_cache.layers, self.buffers, wants_likeliest)
         return scores, staged[len(arrays) :]
 
@@ -154,7 +210,7 @@ class ModelRunner:
         self.kv_cache.close()
         self.decoder.close()
         del self.decoder, self.buffers, self.metadata_builder, self.scorer
-        del self.decode_tapes, self.decode_graphs, self.stager
+        del self.decode_tapes, self.decode_graphs, self.stager, self.last_tokens
         if isinstance(self.device, Gpu):
             self.device.trim()
 
@@ -189,68 +245,81 @@ class ModelRunner:
         if set(map(NUM_SAMPLES, plan.scheduled)) != {1}:
             places, offsets = _repeated([plan.scheduled[seq].num_samples for seq in sequences.tolist()])
             sequences = sequences[places]
-        rows = batch.rows[sequences]
-        if self.decoder.finds_likeliest and not self.sampling_rows.needs_logits[rows].any():
-            return _Draws(None, sequences, places)
-        positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
-        given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
-        return _Draws(given, sequences, places)
+        rows, given, keepers = batch.rows[sequences], None, None
+        if not self.decoder.finds_likeliest or self.sampling_rows.needs_logits[rows].any():
+            positions = batch.seq_lens[sequences] - self.rows.num_prompt_tokens[rows]
+            given = self.sampler.prepare(rows, positions, self.sampling_rows.sample_index[rows] + offsets)
+        if self.last_tokens is not None:
+            keepers = rows
+            if places is not None:
+                is_kept = [plan.scheduled[seq].num_samples > 0 for seq in sequences.tolist()]
+                is_first = np.diff(sequences, prepend=-1) > 0
+                keepers = np.where(is_first & is_kept, rows, self.last_tokens.nowhere)
+        return _Draws(given, sequences, places, keepers, self.sampling_rows.follow_output(rows))
 
-    def _sample(
+    def _draw(self, batch: ForwardBatch, scores: Tensor, draws: _Draws, staged: Sequence[Tensor]) -> Drawn:
+        """Tokens for each sequence whose last token is computed. scores: of `forward`, logits or the likeliest tokens;
+        staged: draws.arrays on the device, which keeps the first of each where it is a GPU: placeholders stand for them
+        in the rows."""
+        given, last_tokens = draws.given, self.last_tokens
+        num_given = len(given.arrays) if given else 0
+        if draws.places is not None:
+            scores = scores[staged[num_given]]
+        drawn = self.sampler.launch(scores, given, staged[:num_given]) if given else Drawn([scores], {})
+        if draws.keepers is not None and last_tokens is not None:
+            last_tokens.keep(staged[-1], drawn.tensors[0])
+            kept = draws.sequences[draws.keepers < last_tokens.nowhere]
+            self._append(batch, kept, ~batch.rows[kept])
+        return drawn
+
+    def _take_up(
         self,
         plan: SchedulerOutput,
         batch: ForwardBatch,
-        scores: Tensor,
-        draws: _Draws | None,
-        staged: Sequence[Tensor],
+        draws: _Draws,
+        errors_by_place: dict[int, RequestError],
+        fetched: Sequence[Array],
     ) -> ModelRunnerOutput:
-        """Tokens for each sequence whose last token was computed; the runner's rows take up the first of each.
-
-        scores: of `forward`, logits or the likeliest tokens."""
-        num_seqs = len(batch.rows)
-        sampled: list[tuple[int, ...]] = [()] * num_seqs
-        is_finite = [True] * num_seqs
+        """What was drawn; on the host, rows take up the first of each sequence."""
+        output, sequences = self.sampler.finish(draws.given, errors_by_place, fetched), draws.sequences.tolist()
+        sampled: list[tuple[int, ...]] = [()] * len(batch.rows)
+        is_finite = [True] * len(batch.rows)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
-        errors: dict[str, RequestError] = {}
-        if draws is not None:
-            sequences = draws.sequences
-            if draws.places is not None:
-                scores, staged = scores[staged[-1]], staged[:-1]
-            if draws.given is None:
-                output = SamplerOutput(scores.tolist(), None)
-            else:
-                output = self.sampler.run(scores, draws.given, staged)
-            if output.logprobs is not None:
-                logprobs = [()] * num_seqs
-                for seq, entry in zip(sequences.tolist(), output.logprobs, strict=True):
-                    logprobs[seq] += () if entry is None else (entry,)
-            errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
-            for seq, token_id in zip(sequences.tolist(), output.token_ids, strict=True):
-                sampled[seq] += (token_id,)
-            kept = batch.logits_sequences
-            if draws.places is not None or min(output.token_ids) < 0:
-                kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
-            self._keep(batch, kept, sampled)
+        if output.logprobs is not None:
+            logprobs = [()] * len(batch.rows)
+            for seq, entry in zip(sequences, output.logprobs, strict=True):
+                logprobs[seq] += () if entry is None else (entry,)
+        errors = {plan.scheduled[sequences[i]].request_id: error for i, error in output.errors.items()}
+        for seq, token_id in zip(sequences, output.token_ids, strict=True):
+            sampled[seq] += (token_id,)
+        kept, token_ids = batch.logits_sequences, output.token_ids
+        if draws.places is not None or min(token_ids) < 0:
+            kept = _drop_what_is_not_kept(plan, kept, sampled, is_finite)
+            token_ids = [sampled[seq][0] for seq in kept.tolist()]
+        if draws.keepers is None:
+            self._append(batch, kept, token_ids)
+        if draws.follow_output:
+            for row, token_id in zip(batch.rows[kept].tolist(), token_ids, strict=True):
+                self.sampling_rows.accept(row, token_id)
         return ModelRunnerOutput(sampled, is_finite, logprobs, errors)
 
-    def _with_scores(self, plan: SchedulerOutput, batch: ForwardBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _with_scores(self, launched: _Launched, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """The output with the logprobs of prompt tokens; the step's logits are done with."""
         assert self.scorer is not None
-        scores = self.scorer.score(batch)
+        scores = self.scorer.score(launched.batch)
         is_finite = list(output.is_finite)
         for seq, rows in scores.items():
             is_finite[seq] = is_finite[seq] and not np.isnan(rows.logprobs[:, 0]).any()
-        prompt_logprobs = {plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
+        prompt_logprobs = {launched.plan.scheduled[seq].request_id: rows for seq, rows in scores.items()}
         return replace(output, is_finite=is_finite, prompt_logprobs=prompt_logprobs)
 
-    def _keep(self, batch: ForwardBatch, sequences: NDArray[np.intp], sampled: Sequence[tuple[int, ...]]) -> None:
+    def _append(
+        self, batch: ForwardBatch, sequences: NDArray[np.intp], token_ids: Sequence[int] | NDArray[np.intp]
+    ) -> None:
+        """To the rows of these sequences of the batch, one token each."""
         rows, ends = batch.rows[sequences], batch.seq_lens[sequences]
-        token_ids = [sampled[seq][0] for seq in sequences.tolist()]
         self.rows.token_ids[rows, ends] = token_ids
         self.rows.num_tokens[rows] = ends + 1
-        if self.sampling_rows.has_stateful_rows:
-            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-                self.sampling_rows.accept(row, token_id)
 
 
 def _drop_what_is_not_kept(

@@ -75,6 +75,11 @@ def resolve_max_num_seqs(config: EngineConfig, is_gpu: bool = False) -> int:
     return default if config.max_num_seqs is None else config.max_num_seqs
 
 
+def resolve_async_scheduling(config: EngineConfig, is_gpu: bool) -> bool:
+    """On a GPU unless it is turned off. Processed logprobs are made on the host in the middle of a step."""
+    return is_gpu and config.async_scheduling is not False and config.logprobs_mode == "raw_logprobs"
+
+
 def resolve_max_num_batched_tokens(config: EngineConfig, seconds_at_default: float) -> int:
     """seconds_at_default: what a step of CPU_MAX_NUM_BATCHED_TOKENS tokens takes, measured."""
     if config.max_num_batched_tokens is not None:

@@ -45,6 +45,7 @@ from pagedllm.runtime.resolve import (
     GPU_MAX_NUM_BATCHED_TOKENS,
     PoolSize,
     check_block_size,
+    resolve_async_scheduling,
     resolve_dtype,
     resolve_max_num_batched_tokens,
     resolve_max_num_seqs,
@@ -73,6 +74,7 @@ class Runtime:
     num_threads: int
     device_name: str
     is_deterministic: bool  # a token depends on nothing but its request
+    overlaps_steps: bool  # the next step is planned while one runs
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the start
 
     def rope_variant(self, num_total_tokens: int | None) -> int:
@@ -184,6 +186,7 @@ def _start(config: EngineConfig, checkpoint: Checkpoint, device: ComputeDevice, 
         num_threads=num_threads,
         device_name=device.name,
         is_deterministic=is_deterministic,
+        overlaps_steps=resolve_async_scheduling(config, device.is_gpu),
         seconds=clock.laps,
     )
 

@@ -83,6 +83,8 @@ class SamplingRows:
         if row in self.counts:
             self.counts[row].add(token_id)
 
-    @property
-    def has_stateful_rows(self) -> bool:
-        return bool(self.masks or self.user or self.counts)
+    def follow_output(self, rows: NDArray[np.intp]) -> bool:
+        """Whether `accept` does anything for one of these rows."""
+        if not (self.masks or self.user or self.counts):
+            return False
+        return any(not kept.keys().isdisjoint(rows.tolist()) for kept in (self.masks, self.user, self.counts))

@@ -3,6 +3,10 @@
 Order (SURFACE): raw logprobs, masks, bias, user callables, penalties, temperature, min_p, top_k, top_p, draw. The raw
 logits of rows that want logprobs are kept aside only if something edits logits in this step. With
 logprobs_mode="processed_logprobs" the logprobs are of the distribution that is drawn from.
+
+Three parts: `prepare` reads the rows, on the host; `launch` draws, on the device, and leaves the results there;
+`finish` makes an output of them once they have been fetched. Only user callables and processed logprobs make `launch`
+read from the device.
 """
 
 from __future__ import annotations
@@ -64,6 +68,14 @@ class SamplerInput:
         return [*self.parameters, self.wants_logprobs, *(edit for edit in self.edits or () if edit is not None)]
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """On the logits' device."""
+
+    tensors: list[Tensor]  # token ids [R]; of the rows that want logprobs, if any, what `_top` gives
+    errors: dict[int, RequestError]
+
+
 class Sampler:
     def __init__(
         self, namespace: str, vocab_size: int, rows: SamplingRows, logprobs_mode: str = "raw_logprobs"
@@ -81,9 +93,10 @@ class Sampler:
         output_positions: NDArray[np.int32],
         sample_indices: NDArray[np.int32],
     ) -> SamplerOutput:
-        """`prepare` and `run`, of logits on the CPU."""
+        """All three parts, of logits on the CPU."""
         given = self.prepare(rows, output_positions, sample_indices)
-        return self.run(logits, given, [torch.from_numpy(array) for array in given.arrays])
+        drawn = self.launch(logits, given, [torch.from_numpy(array) for array in given.arrays])
+        return self.finish(given, drawn.errors, [tensor.numpy() for tensor in drawn.tensors])
 
     def prepare(
         self, rows: NDArray[np.intp], output_positions: NDArray[np.int32], sample_indices: NDArray[np.int32]
@@ -104,7 +117,7 @@ class Sampler:
             errors=errors,
         )
 
-    def run(self, logits: Tensor, given: SamplerInput, staged: Sequence[Tensor]) -> SamplerOutput:
+    def launch(self, logits: Tensor, given: SamplerInput, staged: Sequence[Tensor]) -> Drawn:
         """logits [R, vocab_size] float32, may be edited; staged: given.arrays on their device. The caller tells
         `SamplingRows.accept` which tokens it keeps."""
         parameters, (wants_logprobs, *rest) = staged[: len(given.parameters)], staged[len(given.parameters) :]
@@ -126,13 +139,24 @@ class Sampler:
         sample(self.namespace, token_ids, logits, *parameters)
         if errors:
             token_ids[list(errors)] = -1
-        logprobs: list[TokenLogprobs | None] | None = None
         if len(wants_logprobs) and raw is None:
             raw = self._processed(logits[wants_logprobs], token_ids.tolist(), given)
+        tensors = [token_ids]
         if raw is not None:
+            tensors += self._top(raw, token_ids[wants_logprobs], int(given.num_logprobs.max()))
+        return Drawn(tensors, errors)
+
+    def finish(
+        self, given: SamplerInput | None, errors: dict[int, RequestError], fetched: Sequence[Array]
+    ) -> SamplerOutput:
+        """fetched: `Drawn.tensors` on the host, from which everything is copied; given: None where they are only token
+        ids that the decoder found."""
+        token_ids, *top = fetched
+        logprobs: list[TokenLogprobs | None] | None = None
+        if given is not None and top:
             logprobs = [None] * len(given.rows)
             places = given.wants_logprobs
-            entries = self._logprobs(raw, token_ids[wants_logprobs], given.num_logprobs[places])
+            entries = _token_logprobs(_joined(token_ids[places], *top), given.num_logprobs[places])
             for i, entry in zip(places.tolist(), entries, strict=True):
                 logprobs[i] = entry
         return SamplerOutput(token_ids.tolist(), logprobs, errors)
@@ -203,24 +227,32 @@ class Sampler:
 
     def top_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
         """Of each row's own token, token_ids [R] int32, and of its k likeliest; NaN where logits are not finite."""
+        top = [tensor.cpu().numpy() for tensor in self._top(logits, token_ids, k)]
+        return _joined(token_ids.cpu().numpy(), *top)
+
+    def _top(self, logits: Tensor, token_ids: Tensor, k: int) -> list[Tensor]:
+        """The k likeliest [R, k] and their logprobs [R, k], the logprob of the row's own token [R] and its rank [R]."""
         num_rows, device = len(token_ids), logits.device
         top_ids = torch.empty((num_rows, k), dtype=torch.int32, device=device)
         top_values = torch.empty((num_rows, k), dtype=torch.float32, device=device)
         values = torch.empty(num_rows, dtype=torch.float32, device=device)
         ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
         top_logprobs(self.namespace, top_ids, top_values, values, ranks, logits, token_ids)
-        return TopLogprobs(
-            np.concatenate((token_ids[:, None].cpu().numpy(), top_ids.cpu().numpy()), 1),
-            np.concatenate((values[:, None].cpu().numpy(), top_values.cpu().numpy()), 1),
-            ranks.cpu().numpy(),
-        )
+        return [top_ids, top_values, values, ranks]
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
-        found = self.top_logprobs(logits, token_ids, int(ks.max()))
-        return [
-            TokenLogprobs(found.token_ids[i, : 1 + n].copy(), found.logprobs[i, : 1 + n].copy(), rank) if rank else None
-            for i, (n, rank) in enumerate(zip(ks.tolist(), found.ranks.tolist(), strict=True))
-        ]
+
+def _joined(token_ids: Array, top_ids: Array, top_values: Array, values: Array, ranks: Array) -> TopLogprobs:
+    return TopLogprobs(
+        np.concatenate((token_ids[:, None], top_ids), 1), np.concatenate((values[:, None], top_values), 1), ranks
+    )
+
+
+def _token_logprobs(found: TopLogprobs, ks: NDArray[np.int32]) -> list[TokenLogprobs | None]:
+    """ks [R]: how many of the top each row wants."""
+    return [
+        TokenLogprobs(found.token_ids[i, : 1 + n].copy(), found.logprobs[i, : 1 + n].copy(), rank) if rank else None
+        for i, (n, rank) in enumerate(zip(ks.tolist(), found.ranks.tolist(), strict=True))
+    ]
 
 
 def _ragged(

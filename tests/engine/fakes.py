@@ -2,6 +2,7 @@
 
 FakeRunner plays the runner's part of the contract to the letter and checks the scheduler's: it keeps rows by the plan's
 news alone, writes tokens into slots of a fake KV pool, and "attends" by reading a sequence back through its blocks.
+`launch` computes at once, as a device does in its order, and shows the results when they are waited for.
 So a wrong block, a hit on something never computed, a forgotten row or a write into a shared block changes a token or
 trips an assertion. With windows there is a table for each KV group, over the same slots; what a window hides is not
 read.
@@ -76,7 +77,7 @@ class _Row:
 
 @dataclass
 class FakeRunner:
-    """`execute` of an engine. `fail` names requests whose logits are not finite in a step, by request id."""
+    """`execute` and `launch` of an engine. `non_finite` names requests whose logits are not finite, by request id."""
 
     num_blocks: int
     block_size: int
@@ -85,6 +86,7 @@ class FakeRunner:
     windows: tuple[int, ...] = (0,)
     non_finite: set[str] = field(default_factory=set)
     plans: list[SchedulerOutput] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)  # ("launch" or "result", number of the plan)
     rows: dict[str, _Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +108,17 @@ class FakeRunner:
                 written.add(slot)
                 self.slots[slot] = row.token_ids[position]
         return self._sample(plan)
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        number = len(self.plans)
+        self.events.append(("launch", number))
+        output = self(plan)
+
+        def take_results() -> ModelRunnerOutput:
+            self.events.append(("result", number))
+            return output
+
+        return take_results
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released_request_ids:
@@ -163,6 +176,8 @@ class FakeRunner:
             if end < len(row.token_ids) or not is_finite[-1]:
                 sampled.append(())
                 logprobs.append(())
+                if end == len(row.token_ids):
+                    row.token_ids.append(0)  # for a step that is launched before anybody knows
                 continue
             seen = self._seen(row, scheduled.num_computed_tokens, end)
             if not scheduled.num_samples:
@@ -269,6 +284,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     next_token: NextToken = hashed_token,
     windows: tuple[int, ...] = (0,),
+    is_overlapped: bool = False,
 ) -> tuple[EngineCore, FakeRunner]:
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, next_token, windows)
     kv_cache = KVCacheManager(
@@ -285,7 +301,7 @@ def make_engine(
         max_model_len=max_model_len,
         policy=policy or FCFSPolicy(),
     )
-    return EngineCore(scheduler, runner, LetterDetokenizer()), runner
+    return EngineCore(scheduler, runner, LetterDetokenizer(), runner.launch if is_overlapped else None), runner
 
 
 def run_all(engine: EngineCore, requests: Iterable[Request]) -> list[Request]:
@@ -306,7 +322,10 @@ def assert_slots_conserved(engine: EngineCore) -> None:
     assert set(engine.scheduler.kv_cache.request_ids) == set(running)
     for request in running.values():
         for block_ids in engine.scheduler.kv_cache.block_ids(request):
-            waste = len(block_ids) * engine.scheduler.kv_cache.block_size - request.num_computed_tokens
+            num_filled = request.num_computed_tokens
+            if engine._state.under_way is not None:  # which may bring more
+                num_filled = engine.scheduler.kv_cache._tables[request.request_id].num_filled
+            waste = len(block_ids) * engine.scheduler.kv_cache.block_size - num_filled
             assert 0 <= waste < engine.scheduler.kv_cache.block_size
 
 
