@@ -22,8 +22,10 @@ from torch import Tensor
 from pagedllm.ops._library import operator
 from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
-from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRunFinder, SharedRuns
+from pagedllm.ops.shared_prefix import SharedRunFinder, SharedRuns
 
+KV_TILE = 64  # absolute positions reduced together
+KV_SPLIT = 512  # absolute positions of one partial result
 WORK_COLUMNS = 8
 MERGE_COLUMNS = 4
 SUPPORTED_BLOCK_SIZES = (8, 16, 32, 64, 128)
