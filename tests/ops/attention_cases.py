@@ -21,7 +21,8 @@ class Case:
     values: list[Tensor]
     q_lens: list[int]
     block_size: int
-    shared: dict[int, tuple[int, int]] = field(default_factory=dict)  # by sequence: whose first blocks, how many
+    # of a sequence: whose first blocks it has, and how many
+    shared: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def seq_lens(self) -> list[int]:
