@@ -31,13 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedllm.ops.attention import (
-    MERGE_COLUMNS,
-    WORK_COLUMNS,
-    AttentionBackend,
-    AttentionPlan,
-    AttentionShape,
-)
+from pagedllm.ops.attention import MERGE_COLUMNS, WORK_COLUMNS, AttentionBackend, AttentionPlan, AttentionShape
 from pagedllm.ops.kv_layout import PlainLayout
 from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRuns, SharingCosts, find_shared_runs
 
