@@ -181,9 +181,15 @@ class Jobs:
             depfile = ["-MD", "-MF", str(output.with_suffix(".d"))]
             self.compile[output] = [*nvcc, *flags, *includes, *depfile, "-c", str(source), "-o", str(output)]
             objects.append(output)
-        library = BUILD / "libpagedllm_cuda.so"
-        # the symbols of torch's CUDA half stay undefined: torch is loaded before, and a CPU-only torch can build this
+        library, stub = BUILD / "libpagedllm_cuda.so", BUILD / "stub" / "libtorch_cuda.so"
+        # Torch's CUDA half has to be named as needed, or its symbols are not found, though torch has loaded it: the
+        # system's loader looks into what a library names. It knows it by this name; a CPU-only torch, which has none,
+        # can link with an empty one.
+        self.link[stub] = [
+            *self.compiler, "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)
+        ]  # fmt: skip
         torch_libraries = [f"-L{self.torch / 'lib'}", "-ltorch_cpu", f"-Xlinker=-rpath-link={self.torch / 'lib'}"]
+        torch_libraries += [f"-L{stub.parent}", "-Xlinker=--no-as-needed", "-ltorch_cuda"]
         self.link[library] = [*nvcc, "-shared", *map(str, objects), "-o", str(library), *torch_libraries]
 
     def device_bindings(self) -> list[Path]:

@@ -15,7 +15,7 @@ from pagedllm.config import EngineConfig
 
 # Raised by every change after which the same request may get other tokens on the same machine: of a kernel's rounding,
 # of sampling, of a rope table, of how text becomes ids.
-NUMERICS_VERSION = "2"
+NUMERICS_VERSION = "3"
 SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf", ".model")
 WHOLE_BYTES = 16 << 20
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096

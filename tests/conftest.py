@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from pagedllm import LLM
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--operators-on",
+        choices=("emulator", "copies", "cuda"),
+        default="emulator",
+        help="where the tests of CUDA operators run them (tests/simt/on_device.py)",
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
     """A shell that starts us in the background has SIGINT ignored, and Python leaves it so."""

@@ -69,31 +69,56 @@ const Row* rows_of(const Argument& list, int64_t* count) {
 }
 
 // A work list that was made for other lengths would read and write anywhere.
-void check_work(const Argument& work, const Sizes& s, const AttentionItem* items, int64_t num_items,
-                const AttentionMerge* merges, int64_t num_merges, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                int64_t most_keys, int64_t places) {
-  const int64_t group = s.num_q_heads / s.num_kv_heads;
-  for (int64_t i = 0; i < num_items; ++i) {
-    const AttentionItem& item = items[i];
-    bool is_valid = item.seq >= 0 && item.seq < s.num_seqs;
-    if (is_valid) {
-      const int64_t begin = cu_seqlens_q[item.seq], end = cu_seqlens_q[item.seq + 1], keys = seq_lens[item.seq];
-      const int64_t num_splits = (item.end_key - item.first_key + kKeySplit - 1) / kKeySplit;
-      is_valid = begin >= 0 && end <= s.num_tokens && end - begin <= keys && keys <= most_keys &&  //
-                 item.first_row >= 0 && item.num_rows > 0 && item.num_rows <= kMaxRowsPerItem &&
-                 item.first_row + item.num_rows <= (end - begin) * group && item.first_key >= 0 &&
-                 item.first_key % kKeySplit == 0 && item.first_key < item.end_key && item.end_key <= keys &&
-                 item.merge < num_merges && (item.merge < 0) == (item.slot < 0) &&
-                 (item.slot < 0 || item.slot + num_splits * item.num_rows <= places);
-    }
-    if (is_valid && item.merge >= 0) {
-      const AttentionMerge& merge = merges[item.merge];
-      is_valid = merge.first_slot >= 0 && merge.num_splits > 0 &&
-                 merge.first_slot + int64_t{merge.num_splits} * item.num_rows <= places;
-    }
-    if (!is_valid) work.fail("item " + std::to_string(i) + " does not fit cu_seqlens_q, seq_lens, merge or workspace");
+struct WorkCheck {
+  const Sizes& s;
+  const AttentionItem* items;
+  int64_t num_items;
+  const AttentionMerge* merges;
+  int64_t num_merges;
+  const int32_t *cu_seqlens_q, *seq_lens;
+  int64_t most_keys, places;
+
+  bool rows_and_keys_exist(const AttentionItem& item) const {
+    if (item.seq < 0 || item.seq >= s.num_seqs) return false;
+    const int64_t begin = cu_seqlens_q[item.seq], end = cu_seqlens_q[item.seq + 1], keys = seq_lens[item.seq];
+    const int64_t group = s.num_q_heads / s.num_kv_heads;
+    return begin >= 0 && end <= s.num_tokens && end - begin <= keys && keys <= most_keys &&  //
+           item.first_row >= 0 && item.num_rows > 0 && item.num_rows <= kMaxRowsPerItem &&
+           item.first_row + item.num_rows <= (end - begin) * group && item.first_key >= 0 &&
+           item.first_key % kKeySplit == 0 && item.first_key < item.end_key && item.end_key <= keys;
   }
-}
+
+  bool places_exist(const AttentionItem& item) const {
+    if (item.merge < 0) return item.first_key == 0;
+    if (item.merge >= num_merges) return false;
+    const AttentionMerge& merge = merges[item.merge];
+    return merge.first_slot >= 0 && item.end_key <= int64_t{merge.num_splits} * kKeySplit &&
+           merge.first_slot + int64_t{merge.num_splits} * item.num_rows <= places;
+  }
+
+  // Items that share keys have one split, as many rows each, and end where they share or later.
+  bool is_together(const AttentionItem& first, const AttentionItem& item) const {
+    return item.first_key == first.first_key && item.end_key <= first.first_key + kKeySplit &&
+           item.num_rows == first.num_rows && item.shared_end == first.shared_end && item.shared_end > item.first_key &&
+           item.shared_end <= item.end_key && item.shared_end % kKeyTile == 0;
+  }
+
+  void run(const Argument& work) const {
+    int64_t first = 0, end = 0;  // items that share keys
+    for (int64_t i = 0; i < num_items; ++i) {
+      const AttentionItem& item = items[i];
+      if (i == end) {
+        first = i;
+        end = i + item.num_together;
+      }
+      const bool is_counted = item.num_together == (i == first ? end - first : 0) && first < end && end <= num_items;
+      if (!is_counted || !rows_and_keys_exist(item) || !places_exist(item) ||
+          (end - first > 1 && !is_together(items[first], item))) {
+        work.fail("item " + std::to_string(i) + " does not fit cu_seqlens_q, seq_lens, merge or workspace");
+      }
+    }
+  }
+};
 
 void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const Tensor& k_tensor,
                         const Tensor& v_tensor, const Tensor& block_table_tensor, const Tensor& cu_seqlens_q_tensor,
@@ -117,12 +142,20 @@ void paged_attention_op(const Tensor& out_tensor, const Tensor& q_tensor, const 
     sinks = argument.type(ScalarType::Float).shape({s.num_q_heads}).contiguous().data<const float>();
   }
   if (window < 0) fail(kOp, "window must be >= 0, got " + std::to_string(window));
+  if (!(scale > 0.0)) fail(kOp, "scale must be > 0, got " + std::to_string(scale));
   int64_t num_items = 0, num_merges = 0;
   const auto* items = rows_of<AttentionItem>(work, &num_items);
   const auto* merges = rows_of<AttentionMerge>(merge, &num_merges);
-  check_work(work, s, items, num_items, merges, num_merges, cu_seqlens_q.data<const int32_t>(),
-             seq_lens.data<const int32_t>(), block_table.size(1) * s.block_size,
-             workspace.size(0) / (s.num_kv_heads * (s.head_dim + 2)));
+  WorkCheck{s,
+            items,
+            num_items,
+            merges,
+            num_merges,
+            cu_seqlens_q.data<const int32_t>(),
+            seq_lens.data<const int32_t>(),
+            block_table.size(1) * s.block_size,
+            workspace.size(0) / (s.num_kv_heads * (s.head_dim + 2))}
+      .run(work);
   dispatch(q, [&](auto element) {
     using T = decltype(element);
     PagedAttentionParams<T> params{};

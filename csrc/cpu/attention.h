@@ -3,7 +3,8 @@
 //
 // Exactness: a row's keys are reduced in tiles of 64 absolute positions inside splits of 512, and splits are folded in
 // order, whatever the block size, the other rows of its item, or the item's share of the splits. A tile or split of
-// which a row sees nothing leaves the row as it is, so its bits depend on its own keys only.
+// which a row sees nothing leaves the row as it is, so its bits depend on its own keys only. Keys that several items
+// share are the same loop with rows inside and tiles outside.
 #pragma once
 #include "cpu/parallel.h"
 #include "cpu/types.h"
@@ -17,14 +18,18 @@ constexpr int kMaxRowsPerItem = 64;
 
 // Rows first_row .. first_row + num_rows of a sequence, for each of its KV heads, over keys first_key .. end_key.
 // Row r is token r / G, query head kv_head * G + r % G. first_key is a multiple of kKeySplit.
+//
+// Items of one split that follow each other may have keys first_key .. shared_end in common, whole tiles in the same
+// blocks: those are read once for all of them, and each goes on with its own. The first such item counts them.
 struct AttentionItem {
   int32_t seq, first_row, num_rows, first_key, end_key;
-  int32_t slot;   // where the splits' partial results begin, num_rows places each; -1: all splits are here
-  int32_t merge;  // the merge that the splits belong to; -1: all splits are here
-  int32_t unused;
+  int32_t merge;         // the merge that the item's split belongs to; -1: all splits are here
+  int32_t num_together;  // items that share keys, from this one on; 1: it shares none; 0: counted by one before it
+  int32_t shared_end;    // where several share keys
 };
 
-// The splits of some rows: num_splits times num_rows places from first_slot on.
+// All splits of some rows, from key 0 on: num_splits times num_rows places from first_slot on, where their partial
+// results lie.
 struct AttentionMerge {
   int32_t seq, first_row, first_slot, num_splits;
 };

@@ -31,6 +31,14 @@ inline f32x16 exp(f32x16 x) {
   return scale_by_power(f32x16::broadcast(1.0f) + fma(r * r, polynomial(r, kC), r), n);
 }
 
+// 2^x within 2 ulp for x <= 0: 1 at 0, 0 below -151, NaN for NaN. Two thirds of the operations of exp.
+inline f32x16 exp2_of_negative(f32x16 x) {
+  constexpr float kC[] = {0.693147003f, 0.240222424f, 0.0555073358f, 0.00967151299f, 0.00132647273f};
+  x = max(f32x16::broadcast(-151.0f), x);  // NaN passes: it is on the right
+  const f32x16 n = round(x), r = x - n;
+  return scale_by_power(fma(r, polynomial(r, kC), f32x16::broadcast(1.0f)), n);
+}
+
 // Within 3 ulp, small arguments included.
 inline f32x16 tanh(f32x16 x) {
   constexpr float kC[] = {-0.333332837f, 0.133314908f, -0.0537434965f, 0.0206505861f, -0.0057170447f};

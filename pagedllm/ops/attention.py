@@ -22,9 +22,8 @@ from torch import Tensor
 from pagedllm.ops._library import operator
 from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
+from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRunFinder, SharedRuns
 
-KV_TILE = 64  # absolute positions reduced together
-KV_SPLIT = 512  # absolute positions of one partial result
 WORK_COLUMNS = 8
 MERGE_COLUMNS = 4
 SUPPORTED_BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -38,13 +37,19 @@ class AttentionMetadata:
     G = num_q_heads / num_kv_heads. Row 0 of `work` and of `merge` is a header whose first element counts the items
     that follow: a captured graph reads it on the device.
 
-    work  [1 + W, 8] int32: seq, first row, number of rows, first key (a multiple of 512), end of keys, slot, merge, 0
+    work  [1 + W, 8] int32: seq, first row, number of rows, first key (a multiple of 512), end of keys, merge, number of
+          items together, end of shared keys
     merge [1 + M, 4] int32: seq, first row, first slot, number of splits; rows as in its work items
 
-    Where an item has all keys of its rows, slot and merge are -1 and it writes `out`. Else it is one split of them: it
-    leaves a partial result in the workspace, a place a row from `slot` on (a place: for each KV head head_dim sums, a
-    maximum, a sum of weights), and `merge` is the entry, counted from 0, that folds the splits in order. So it is on
-    the CPU; CUDA's lists have the same first columns, the rest as in ops/cuda_attention.py.
+    Where an item has all keys of its rows, merge is -1 and it writes `out`. Else it is one split of them: it leaves a
+    partial result in the workspace, and `merge` is the entry, counted from 0, that folds the splits in order: those of
+    split i lie i times the number of rows behind the first slot, a place a row (a place: for each KV head head_dim
+    sums, a maximum, a sum of weights).
+
+    Items of several sequences that follow each other may have keys in common, whole tiles from their first key to the
+    end of shared keys: the first one counts them, itself included, the others have 0 there. Where nothing is shared the
+    columns are 1 and the first key. So it is on the CPU; CUDA's lists have the same first columns, the rest as in
+    ops/cuda_attention.py.
     """
 
     cu_seqlens_q: Tensor  # [B + 1] int32, where each sequence's new tokens begin
@@ -149,7 +154,7 @@ def paged_attention(
     k_cache, v_cache: one layer's, in the backend's layout; slots past a sequence's end may hold anything, NaN too, and
               so may those before the window of its first new token, whose entries in block_table may be any block
     sinks:    [num_q_heads] float32 or None (gpt-oss)
-    scale:    multiplies q.k;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
+    scale:    multiplies q.k, above 0;  softcap: 0 = off, else s = softcap * tanh(s / softcap)
     window:   0 = all earlier keys, else the last `window` keys, the token itself included
     Others as in AttentionMetadata.
     """
@@ -251,6 +256,10 @@ class CpuAttentionBackend(AttentionBackend):
     rows_per_item = 48  # +5 % over 32 at head_dim 64 and 128; the kernel can do 64
     tiles_not_split = 8  # so many row tiles of one sequence are work enough without splitting their keys
 
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace)
+        self._finder = SharedRunFinder(TilesSaved())
+
     def plan(
         self,
         q_lens: NDArray[np.int32],
@@ -280,13 +289,44 @@ class CpuAttentionBackend(AttentionBackend):
         work[1:, 0] = seq[tile]
         work[1:, 1] = first_row[tile]
         work[1:, 2] = num_rows[tile]
-        work[1:, 3] = split * KV_SPLIT
+        work[1:, 3] = work[1:, 7] = split * KV_SPLIT
         work[1:, 4] = np.where(is_split[tile], np.minimum((split + 1) * KV_SPLIT, num_keys[tile]), num_keys[tile])
-        work[1:, 5] = np.where(is_split[tile], first_slot[tile] + split * num_rows[tile], -1)
-        work[1:, 6] = np.where(is_split, is_split.cumsum() - 1, -1)[tile]
+        work[1:, 5] = np.where(is_split, is_split.cumsum() - 1, -1)[tile]
+        work[1:, 6] = 1
 
         merge = np.zeros((1 + int(is_split.sum()), MERGE_COLUMNS), np.int32)
         merge[0, 0] = len(merge) - 1
         merge[1:] = np.stack((seq, first_row, first_slot, num_splits), 1)[is_split]
         num_places = int(end_slot[-1]) if len(end_slot) else 0
+
+        if block_tables:
+            is_candidate = (q_lens == 1)[seq] & (num_items == num_splits) & (num_rows == group)
+            runs = self._finder.find(seq[is_candidate], seq_lens, block_tables, block_size)
+            if runs is not None:
+                work[1:] = put_together(work[1:], runs)
         return AttentionPlan(work, merge, num_places * shape.num_kv_heads * (shape.head_dim + 2))
+
+
+@dataclass(frozen=True, slots=True)
+class TilesSaved:
+    """Sharing on a CPU: it saves what all but one of a group would read, and costs nothing (docs/log.md)."""
+
+    num_kv_heads: int = 1
+    launch_bytes: int = 0
+
+    def saved_bytes(self, counts: NDArray[np.int64], tiles: int) -> NDArray[np.int64]:
+        return (counts - 1) * tiles
+
+
+def put_together(items: NDArray[np.int32], runs: SharedRuns) -> NDArray[np.int32]:
+    """The items with those of each run side by side and before all others. Sequences of runs have an item a split."""
+    run = np.repeat(np.arange(len(runs.count)), runs.count)  # of each place among the items of runs
+    index = np.arange(len(run)) - (runs.count.cumsum() - runs.count)[run]
+    first_item = np.searchsorted(items[:, 0], np.arange(int(items[-1, 0]) + 1))  # of each sequence
+    shared = first_item[runs.members[runs.first[run] + index]] + runs.split[run]
+    is_other = np.ones(len(items), bool)
+    is_other[shared] = False
+    items = np.concatenate((items[shared], items[is_other]))
+    items[: len(run), 6] = np.where(index == 0, runs.count[run], 0)
+    items[: len(run), 7] += (runs.tiles * KV_TILE)[run].astype(np.int32)
+    return items

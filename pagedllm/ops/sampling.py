@@ -51,7 +51,7 @@ def random_bits(seed: int, sample_index: int, output_position: int) -> int:
 def exp2_weight(logits: Tensor, temperature: float) -> Tensor:
     """w of the module's docstring: [V] float32 -> [V] int64 in 0 .. 2^32; the largest logit gets exactly 2^32."""
     largest = float(np.finfo(np.float32).max)
-    scale = np.float32(min(LOG2E / float(np.float32(temperature)), largest))  # rounded once
+    scale = np.float32(min(float(LOG2E / np.float64(np.float32(temperature))), largest))  # rounded once
     x = (logits - logits.max()) * torch.tensor(scale)
     x = torch.where(x >= -33, x, -34.0)
     exponent = x.floor()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ class Case:
     values: list[Tensor]
     q_lens: list[int]
     block_size: int
+    shared: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a sequence: whose first blocks it has, how many
 
     @property
     def seq_lens(self) -> list[int]:
@@ -47,8 +48,20 @@ def make_case(
     return Case(CpuAttentionBackend("pagedllm"), shape, rows[:, :num_q_heads], keys, values, list(q_lens), block_size)
 
 
-def operands(case: Case, seed: int = 0) -> list[Tensor]:
-    """The tensors of paged_attention from `out` to `workspace`; the seed shuffles the blocks."""
+def share_prefixes(case: Case, rng: np.random.Generator) -> None:
+    """Most sequences get the first keys of one before them, in its blocks."""
+    for seq in range(1, len(case.keys)):
+        other = int(rng.integers(seq))
+        most = min(len(case.keys[seq]) - case.q_lens[seq], len(case.keys[other]) - case.q_lens[other])
+        num_blocks = int(rng.choice([0, most, most, most, rng.integers(most + 1)])) // case.block_size
+        for rows in (case.keys, case.values):
+            rows[seq][: num_blocks * case.block_size] = rows[other][: num_blocks * case.block_size]
+        case.shared[seq] = other, num_blocks
+
+
+def operands(case: Case, seed: int = 0, *, together: bool = False) -> list[Tensor]:
+    """The tensors of paged_attention from `out` to `workspace`; the seed shuffles the blocks. together: the plan may look
+    for blocks in common."""
     backend, block_size = case.backend, case.block_size
     q_lens, seq_lens = np.array(case.q_lens, np.int32), np.array(case.seq_lens, np.int32)
     num_blocks = -(-seq_lens // block_size)
@@ -60,11 +73,14 @@ def operands(case: Case, seed: int = 0) -> list[Tensor]:
     block_table = torch.full((len(seq_lens), int(num_blocks.max()) + 3), 10**6, dtype=torch.int32)
     for seq, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
         ids, free = torch.from_numpy(free[: num_blocks[seq]].copy()), free[num_blocks[seq] :]
+        if seq in case.shared:
+            other, num_shared = case.shared[seq]
+            ids[:num_shared] = block_table[other, :num_shared]
         block_table[seq, : len(ids)] = ids
         position = torch.arange(len(k))
         slots = ids[position // block_size] * block_size + position % block_size
         backend.layout.write_slots(k_cache, v_cache, slots, k, v)
-    plan = backend.plan(q_lens, seq_lens, case.shape)
+    plan = backend.plan(q_lens, seq_lens, case.shape, (block_table.numpy(),) if together else (), block_size)
     cu_seqlens_q = torch.from_numpy(np.concatenate(([0], q_lens.cumsum())).astype(np.int32))
     return [
         torch.full(case.q.shape, -99.0, dtype=case.q.dtype), case.q, k_cache, v_cache, block_table, cu_seqlens_q,
@@ -82,9 +98,10 @@ def attend(
     window: int = 0,
     scale: float | None = None,
     seed: int = 0,
+    together: bool = False,
 ) -> Tensor:
     """[T, num_q_heads, head_dim] of the operator."""
-    tensors = operands(case, seed)
+    tensors = operands(case, seed, together=together)
     paged_attention(namespace, *tensors, sinks, scale or case.shape.head_dim**-0.5, softcap, window)
     return tensors[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedllm.ops.attention import AttentionShape, CpuAttentionBackend, paged_attention
 from pagedllm.ops.library import load_kernels
-from tests.ops.attention_cases import Case, attend, exact, make_case, operands
+from tests.ops.attention_cases import Case, attend, exact, make_case, operands, share_prefixes
 
 NAMESPACE = load_kernels().namespace
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -258,6 +258,68 @@ def test_blocks_that_a_window_has_left_behind_may_hold_anything(namespace: str, 
         assert torch.equal(bits(attend(case, namespace, window=window)), bits(expected))
 
 
+# ---- keys that sequences have in common
+
+
+def shared_case(seed: int) -> tuple[Case, dict[str, object]]:
+    """Mostly decodes, most of which begin as another one does."""
+    rng = np.random.default_rng(seed)
+    num_kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 7, 16]))
+    q_lens = [int(n) for n in rng.choice([1, 1, 1, 1, 1, 1, 1, 0, 3, 60], rng.integers(2, 28))]
+    seq_lens = [n + int(rng.choice([1, 63, 64, 65, 130, 500, 512, 513, 700, 1100])) for n in q_lens]
+    case = make_case(
+        q_lens, seq_lens, num_q_heads=num_kv_heads * group, num_kv_heads=num_kv_heads,
+        head_dim=int(rng.choice([32, 64, 80, 128])), block_size=int(rng.choice(BLOCK_SIZES)),
+        dtype=DTYPES[rng.integers(2)], seed=seed,
+    )  # fmt: skip
+    share_prefixes(case, rng)
+    options: dict[str, object] = {
+        "sinks": torch.from_numpy(rng.normal(size=num_kv_heads * group).astype(np.float32)) if seed % 3 == 0 else None,
+        "softcap": float(rng.choice([0, 0, 5.0])),
+        "window": int(rng.choice([0, 0, 1, 100, 600])),
+    }
+    return case, options
+
+
+def most_together(case: Case) -> int:
+    return int(operands(case, together=True)[7][1:, 6].max())
+
+
+def check_shared_case(seed: int) -> None:
+    case, options = shared_case(seed)
+    together = attend(case, NAMESPACE, seed=seed, together=True, **options)
+    assert torch.equal(bits(together), bits(attend(case, NAMESPACE, seed=seed, **options))), (seed, options)
+
+
+def test_keys_in_common_give_the_bits_of_keys_apart() -> None:
+    for seed in range(40):
+        check_shared_case(seed)
+    assert sum(most_together(shared_case(seed)[0]) > 1 for seed in range(40)) > 20
+
+
+@pytest.mark.slow
+def test_keys_in_common_give_the_bits_of_keys_apart_in_many_cases() -> None:
+    for seed in range(1000, 1500):
+        check_shared_case(seed)
+
+
+def test_keys_in_common_give_the_same_bits_with_any_number_of_threads() -> None:
+    case = make_case([1] * 40, [530 + 3 * i for i in range(40)])
+    for seq in range(1, 40):
+        case.shared[seq] = 0, 31
+        for rows in (case.keys, case.values):
+            rows[seq][:496] = rows[0][:496]
+    assert most_together(case) == 40
+    expected = attend(case, NAMESPACE)
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(bits(attend(case, NAMESPACE, together=True)), bits(expected))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 # ---- the plan
 
 
@@ -269,12 +331,12 @@ def test_the_plan_covers_every_row_and_key_once() -> None:
     items = plan.work[1:].tolist()
     # one decode over three splits; 40 tokens are 120 rows in three tiles of two splits each
     assert items[:3] == [
-        [0, 0, 3, 0, 512, 0, 0, 0], [0, 0, 3, 512, 1024, 3, 0, 0], [0, 0, 3, 1024, 1100, 6, 0, 0],
+        [0, 0, 3, 0, 512, 0, 1, 0], [0, 0, 3, 512, 1024, 0, 1, 512], [0, 0, 3, 1024, 1100, 0, 1, 1024],
     ]  # fmt: skip
-    assert items[3:5] == [[2, 0, 48, 0, 512, 9, 1, 0], [2, 0, 48, 512, 576, 57, 1, 0]]
-    assert items[7:9] == [[2, 96, 24, 0, 512, 201, 3, 0], [2, 96, 24, 512, 600, 225, 3, 0]]
+    assert items[3:5] == [[2, 0, 48, 0, 512, 1, 1, 0], [2, 0, 48, 512, 576, 1, 1, 512]]
+    assert items[7:9] == [[2, 96, 24, 0, 512, 3, 1, 0], [2, 96, 24, 512, 600, 3, 1, 512]]
     # 400 tokens are 25 tiles of 16, each with all its keys
-    assert items[9:] == [[3, 48 * i, 48, 0, 1100 + 16 * (i + 1), -1, -1, 0] for i in range(25)]
+    assert items[9:] == [[3, 48 * i, 48, 0, 1100 + 16 * (i + 1), -1, 1, 0] for i in range(25)]
     assert plan.merge.tolist() == [[4, 0, 0, 0], [0, 0, 0, 3], [2, 0, 9, 2], [2, 48, 105, 2], [2, 96, 201, 2]]
     assert plan.workspace_size == 249 * 2 * 66
 

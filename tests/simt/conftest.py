@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from pagedllm.ops.library import load_cuda_kernels
 from tests.simt.emulator import Emulator, build
+from tests.simt.on_device import NoEmulator, OnDevice
 
 
 @pytest.fixture(scope="session")
-def loaded_emulator() -> Emulator:
+def loaded_emulator(pytestconfig: pytest.Config) -> Emulator | NoEmulator:
+    if pytestconfig.getoption("operators_on") == "cuda":
+        load_cuda_kernels()
+        return NoEmulator()
     return Emulator(build())
 
 
@@ -23,7 +29,9 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def emulator(loaded_emulator: Emulator) -> Iterator[Emulator]:
+def emulator(loaded_emulator: Emulator | NoEmulator, pytestconfig: pytest.Config) -> Iterator[Emulator | NoEmulator]:
+    place = pytestconfig.getoption("operators_on")
     loaded_emulator.configure()
-    yield loaded_emulator
+    with contextlib.nullcontext() if place == "emulator" else OnDevice(place):
+        yield loaded_emulator
     loaded_emulator.configure()

@@ -142,7 +142,7 @@ def answers(llm: LLM, is_batch: bool) -> list[tuple[tuple[int, ...], str]]:
         if is_batch
         else [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
     )
-    return [(tuple(o.outputs[0].token_ids), repr(o.outputs[0].logprobs)) for o in outputs]
+    return [(tuple(o.outputs[0].token_ids), repr(list(o.outputs[0].logprobs or ()))) for o in outputs]
 
 
 def test_settings_change_nothing(emulator: Emulator, row_invariant_products: None, folders: dict[str, Path]) -> None:
@@ -218,6 +218,6 @@ def test_attending_prefixes_together_changes_nothing(
         shared_rows.clear()
         with open_llm(folders["qwen3"], num_full_requests=12, max_num_seqs=12, max_num_batched_tokens=128) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-        found[launch_bytes] = [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
+        found[launch_bytes] = [(o.outputs[0].token_ids, repr(list(o.outputs[0].logprobs or ()))) for o in outputs]
         assert (sum(shared_rows) > 4) == (launch_bytes == 0)
     assert found[0] == found[1 << 60]

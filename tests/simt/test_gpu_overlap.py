@@ -52,7 +52,10 @@ def sampled_params(**fields: Any) -> list[SamplingParams]:
 def answers(outputs: Sequence[RequestOutput]) -> list[tuple[object, ...]]:
     return [
         (len(o.prompt_token_ids), *(
-            (tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason, repr(c.logprobs), c.cumulative_logprob)
+            (
+                tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason, repr(list(c.logprobs or ())),
+                c.cumulative_logprob,
+            )
             for c in o.outputs
         ))
         for o in outputs
@@ -161,7 +164,7 @@ def test_several_samples_beams_masks_and_callables_are_the_same(opened: Callable
         with opened(async_scheduling=is_overlapped) as llm:
             outputs = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(PROMPTS, params, strict=False)]
             outputs += llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
-            found.append((answers(outputs), repr(outputs[5].prompt_logprobs)))
+            found.append((answers(outputs), repr(list(outputs[5].prompt_logprobs))))
     assert found[0] == found[1]
 
 

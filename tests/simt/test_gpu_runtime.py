@@ -52,7 +52,7 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[tuple[tuple[int, ...], str]]:
-    return [(tuple(o.outputs[0].token_ids), repr(o.outputs[0].logprobs)) for o in outputs]
+    return [(tuple(o.outputs[0].token_ids), repr(list(o.outputs[0].logprobs or ()))) for o in outputs]
 
 
 # ---- graphs
