@@ -348,15 +348,14 @@ PLACES: list[tuple[type, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a broken kernel"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_after_an_exception_anywhere_the_next_call_is_exact(
-    opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, error: BaseException
+    opened: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with opened() as llm:
         expected = answers(llm.generate(PROMPTS[:3], params, use_tqdm=False))
         for owner, name in PLACES:
-            for number in (1, 3):
+            for number, error in ((1, RuntimeError("a broken kernel")), (3, KeyboardInterrupt())):
                 with monkeypatch.context() as patch:
                     patch.setattr(owner, name, Failing(getattr(owner, name), number, error))
                     with pytest.raises(type(error)):
