@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from pagedllm import LLM, SamplingParams
-from pagedllm.config import field_names
 from pagedllm.errors import NotEnoughMemoryError
 from pagedllm.outputs import RequestOutput
 from tests.device.models import as_prompts, random_ids, save_random_llama
@@ -24,7 +23,6 @@ from tests.device.target import Target
 from tests.tiny import VOCAB_SIZE, save_tiny_model
 
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-OVERLAP = "async_scheduling"  # the keyword
 ENGINE: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 128}
 POOL_BYTES = 16 << 20
 
@@ -181,15 +179,11 @@ def same_lengths(target: Target, llm: LLM, size: int) -> list[Any]:
 
 def compare_overlap(target: Target, results: Results, folder: Path) -> None:
     """Requests of one length are in step with and without; so products have the same rows."""
-    name = "steps planned ahead give what others give"
-    if OVERLAP not in field_names():
-        results.absent(name, f"this version of pagedllm has no keyword {OVERLAP}")
-        return
-    with results.check(name) as notes:
+    with results.check("steps planned ahead give what others give") as notes:
         found = []
-        for is_on in (False, True):
-            settings = {OVERLAP: is_on, "enable_prefix_caching": False}
-            with open_llm(target, folder, **settings) as llm:
+        for is_ahead in (False, True):
+            with open_llm(target, folder, async_scheduling=is_ahead, enable_prefix_caching=False) as llm:
+                assert llm.info()["async_scheduling"] is is_ahead
                 found.append([same_lengths(target, llm, size) for size in target.sizes.graph_batches])
         notes.say(f"batches of {target.sizes.graph_batches}")
         assert found[0] == found[1], "tokens or log probabilities differ"

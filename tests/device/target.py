@@ -137,7 +137,7 @@ class RehearsalTarget(Target):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.settings = {"kernels": "simt", "num_threads": 1}
+        self.settings = {"device": "cpu", "kernels": "simt", "num_threads": 1}
         self._gpu = FakeGpu()
 
     def load(self) -> KernelSet:

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from pagedllm import LLM, SamplingParams
-from pagedllm.config import field_names
 from pagedllm.runtime.compute_device import Gpu
-from tests.device.exactness import OVERLAP
 from tests.device.models import as_prompts, random_ids, save_random_llama
 from tests.device.results import IDLE, Budget, Results
 from tests.device.sizes import Shape
@@ -46,11 +44,10 @@ def measure_idle(target: Target, results: Results, folder: Path, shape: Shape) -
     num_seqs, num_tokens = target.sizes.running, target.sizes.num_idle_steps
     prompts = as_prompts(random_ids(num_seqs, (PROMPT_TOKENS,), shape.vocab_size))
     settings = {"max_num_seqs": num_seqs, "max_model_len": 128, "enable_prefix_caching": False}
-    if OVERLAP not in field_names():
-        results.absent("idle between steps", f"this version of pagedllm has no keyword {OVERLAP}")
-        return
-    for name, keywords in (("one after the other", {OVERLAP: False}), ("planned ahead", {OVERLAP: True})):
-        with target.llm(folder, **settings, **keywords, kv_cache_memory_bytes=kv_bytes(shape, num_seqs, 144)) as llm:
+    for name, is_ahead in (("one after the other", False), ("planned ahead", True)):
+        with target.llm(
+            folder, **settings, async_scheduling=is_ahead, kv_cache_memory_bytes=kv_bytes(shape, num_seqs, 144)
+        ) as llm:
             generate_seconds(llm, prompts, 4)  # warms up
             with watched(target, llm._assembly.runtime.runner.device) as marks:  # type: ignore[attr-defined, union-attr]
                 generate_seconds(llm, prompts, num_tokens)
