@@ -140,7 +140,7 @@ def test_a_model_adds_what_it_is_whether_it_fits_and_its_dtype(monkeypatch, demo
     )
     _, fit, _ = doctor.check_model(str(demo_gguf))
     assert fit.verdict == "fail"
-    assert fit.value.endswith("available 0.0 GiB: does not fit")
+    assert fit.value.endswith("available 1.0 MiB: does not fit")
     assert fit.advice
     (finding,) = doctor.check_model("no-such-folder")
     assert (finding.verdict, finding.what) == ("fail", "model")

@@ -16,9 +16,8 @@ from tests.device.results import Budget, Results
 from tests.device.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [f"tests/simt/test_{name}.py" for name in ("attention", "shared_prefix", "kv_write", "rows", "sampling")] + [
-    "tests/simt/test_large_batches.py"
-]
+NAMES = ("attention", "shared_prefix", "kv_write", "rows", "grouped_dense", "sampling", "large_batches")
+FILES = [f"tests/simt/test_{name}.py" for name in NAMES]
 SMALL = [
     "tests/simt/test_attention.py::test_each_head_dim_and_type_in_items_of_every_height",
     "tests/simt/test_attention.py::test_blocks_that_a_window_has_left_behind_may_hold_anything",
@@ -30,6 +29,7 @@ SMALL = [
     "tests/simt/test_rows.py::test_ungated_activation_is_as_exact_as_torch",
     "tests/simt/test_rows.py::test_gather_rows_copies_bits",
     "tests/simt/test_rows.py::test_copy_blocks_copies_bits_and_leaves_the_rest",
+    "tests/simt/test_grouped_dense.py::test_a_row_has_the_same_bits_however_many_its_expert_has",
     "tests/simt/test_sampling.py::test_greedy_takes_the_lowest_id_of_equal_logits",
     "tests/simt/test_sampling.py::test_random_settings_draw_as_the_twin",
     "tests/simt/test_sampling.py::test_edits_of_logits_equal_the_twins",

@@ -18,7 +18,7 @@ from tests.simt.emulator import Emulator
 from tests.simt.nvcc import NO_NVCC, compile_source, find_tool
 from tests.simt.ptx_interpreter import run_launch
 from tests.simt.ptx_parser import Kernel, parse_ptx
-from tests.simt.test_experts import make_product
+from tests.simt.test_grouped_dense import make_product
 
 pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason=NO_NVCC)
 SIMT = "pagedllm_simt"
