@@ -120,7 +120,7 @@ def test_links_in_readme_lead_to_files(text: str) -> None:
 def test_first_forty_lines_of_readme_hold_set_up_python_run_peers_and_what_it_is_not(text: str) -> None:
     first_screen = "\n".join(text.splitlines()[:40])
     for promised in (
-        "make demo    # one minute",
+        "make demo    # 80 s on 2 cores",
         "MB download",
         "from pagedllm import LLM",
         "pagedllm run",

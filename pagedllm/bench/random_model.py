@@ -54,10 +54,13 @@ def write_random_model(shape: str, folder: Path, seed: int = 0) -> None:
         raise FileExistsError(f"{folder} holds a model already")
     settings = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None, **SHAPES[shape]}
     config = transformers.AutoConfig.for_model(**settings)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        models: Any = transformers.AutoModelForCausalLM  # has no types
+    models: Any = transformers.AutoModelForCausalLM  # has no types
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
         model = models.from_config(config, dtype=torch.bfloat16)
+        for weight in model.parameters():
+            if weight.dim() > 1:  # norms stay 1
+                weight.normal_(0, config.initializer_range, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -208,7 +208,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path}: not the manifest of a job: {error}") from None
+        raise ValueError(f"{path}: not the manifest of a job: {error}; if_exists='overwrite' starts anew") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"{path}: not a manifest that this version of pagedllm reads")
     return values

@@ -114,10 +114,14 @@ class Job:
 
         Raises JobRefused where the files there are of another job, RequestError for sampling parameters that the model
         cannot have, ModelError for the model's own, TooManyFailures, and OSError where a result cannot be written; what
-        is written then stays.
+        is written then stays. KeyboardInterrupt is raised again, and tells where that is.
         """
         try:
             return self.report if self.is_done else self._run(assembly, config, on_progress, on_plan)
+        except KeyboardInterrupt as interrupt:
+            if self.partial is not None:
+                interrupt.args = (f"{self.num_written:,} results are in {self.partial}: the same call continues",)
+            raise
         finally:
             if self._options.report is not None:
                 write_report(os.fspath(self._options.report), self.report, has_texts=self._options.report_text)

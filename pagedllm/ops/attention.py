@@ -22,8 +22,10 @@ from torch import Tensor
 from pagedllm.ops._library import operator
 from pagedllm.ops.kv_layout import CpuLayout, KVLayout
 from pagedllm.ops.kv_write import copy_blocks, rope_norm_write_kv
-from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRunFinder, SharedRuns
+from pagedllm.ops.shared_prefix import SharedRunFinder, SharedRuns
 
+KV_TILE = 64  # absolute positions reduced together
+KV_SPLIT = 512  # absolute positions of one partial result
 WORK_COLUMNS = 8
 MERGE_COLUMNS = 4
 SUPPORTED_BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -303,7 +305,7 @@ class CpuAttentionBackend(AttentionBackend):
             is_candidate = (q_lens == 1)[seq] & (num_items == num_splits) & (num_rows == group)
             runs = self._finder.find(seq[is_candidate], seq_lens, block_tables, block_size)
             if runs is not None:
-                work[1:] = put_together(work[1:], runs)
+                work[1:] = put_together(work[1:], runs, seq_lens)
         return AttentionPlan(work, merge, num_places * shape.num_kv_heads * (shape.head_dim + 2))
 
 
@@ -318,12 +320,15 @@ class TilesSaved:
         return (counts - 1) * tiles
 
 
-def put_together(items: NDArray[np.int32], runs: SharedRuns) -> NDArray[np.int32]:
-    """The items with those of each run side by side and before all others. Sequences of runs have an item a split."""
+def put_together(items: NDArray[np.int32], runs: SharedRuns, seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The items with those of each run side by side, by length, and before all others. Sequences of runs have an item a
+    split. Kernels read what several share through the first one's table, and a window shows the shortest most."""
     run = np.repeat(np.arange(len(runs.count)), runs.count)  # of each place among the items of runs
     index = np.arange(len(run)) - (runs.count.cumsum() - runs.count)[run]
     first_item = np.searchsorted(items[:, 0], np.arange(int(items[-1, 0]) + 1))  # of each sequence
-    shared = first_item[runs.members[runs.first[run] + index]] + runs.split[run]
+    members = runs.members[runs.first[run] + index]
+    members = members[np.lexsort((seq_lens[members], run))]
+    shared = first_item[members] + runs.split[run]
     is_other = np.ones(len(items), bool)
     is_other[shared] = False
     items = np.concatenate((items[shared], items[is_other]))

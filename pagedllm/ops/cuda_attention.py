@@ -30,17 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedllm.ops.attention import (
-    KV_SPLIT,
-    KV_TILE,
-    MERGE_COLUMNS,
-    WORK_COLUMNS,
-    AttentionBackend,
-    AttentionPlan,
-    AttentionShape,
-)
+from pagedllm.ops.attention import MERGE_COLUMNS, WORK_COLUMNS, AttentionBackend, AttentionPlan, AttentionShape
 from pagedllm.ops.kv_layout import PlainLayout
-from pagedllm.ops.shared_prefix import SharedRuns, SharingCosts, find_shared_runs
+from pagedllm.ops.shared_prefix import KV_SPLIT, KV_TILE, SharedRuns, SharingCosts, find_shared_runs
 
 SLOT_ROWS = 16  # rows of a slot, and of a merge item
 SHARED_ROWS = 64  # of a shared item at most: the only kernel that takes them

@@ -109,9 +109,7 @@ class SharedRunFinder:
         self._rule = rule
         self._known: _KnownBatch | None = None
 
-    def find(
-        self, seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables, block_size: int
-    ) -> SharedRuns | None:
+    def find(self, seqs: Ints, seq_lens: NDArray[np.int32], block_tables: Tables, block_size: int) -> SharedRuns | None:
         if self._known is None or not self._known.is_like(seqs, seq_lens, block_tables):
             found = find_shared_runs(seqs, seq_lens, block_tables, block_size, self._rule)
             self._known = _KnownBatch(seqs, seq_lens[seqs], [table[seqs] for table in block_tables], block_size, found)

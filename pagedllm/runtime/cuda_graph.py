@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pagedllm.model.buffers import DecoderBuffers
 from pagedllm.model.decoder import Decoder
-from pagedllm.ops.attention import KV_SPLIT, MERGE_COLUMNS, WORK_COLUMNS, AttentionPlan, AttentionShape
+from pagedllm.ops.attention import MERGE_COLUMNS, WORK_COLUMNS, AttentionPlan, AttentionShape
+from pagedllm.ops.shared_prefix import KV_SPLIT
 from pagedllm.runtime.compute_device import Gpu, Graph
 from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.last_tokens import LastTokens

@@ -95,7 +95,7 @@ def fitting_context(target: Target, results: Results, shape: Shape) -> int:
 
 def time_step(target: Target, runner: ModelRunner, num_seqs: int, context: int) -> float:
     """Seconds of a step on the device, of several behind each other: the host is ahead while a step is long enough."""
-    batch = decode_batch(num_seqs, context, runner.block_size)
+    batch = decode_batch(num_seqs, context, runner.kv_cache.block_size)
     assert runner.decode_graphs is not None
     assert runner.decode_graphs.serves(batch), "no graph for this batch"
 

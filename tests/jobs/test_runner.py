@@ -213,8 +213,12 @@ def test_an_interrupt_leaves_whole_rows_and_a_clean_engine(tmp_path, run):
             raise KeyboardInterrupt
 
     with LLM("fake") as llm:
-        with pytest.raises(KeyboardInterrupt), open_job(input, tmp_path / "out", sampling_params=GREEDY) as job:
+        with (
+            pytest.raises(KeyboardInterrupt) as caught,
+            open_job(input, tmp_path / "out", sampling_params=GREEDY) as job,
+        ):
             llm.run_job(job, interrupt)
+        assert str(caught.value) == f"{job.num_written} results are in {tmp_path}/out.partial: the same call continues"
         lines = (tmp_path / "out.partial").read_text().splitlines()
         assert len({json.loads(line)["row"] for line in lines}) == job.num_written
         assert 20 <= job.num_written < 50

@@ -21,7 +21,8 @@ class Case:
     values: list[Tensor]
     q_lens: list[int]
     block_size: int
-    shared: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a sequence: whose first blocks it has, how many
+    # of a sequence: whose first blocks it has, and how many
+    shared: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def seq_lens(self) -> list[int]:
@@ -60,8 +61,10 @@ def share_prefixes(case: Case, rng: np.random.Generator) -> None:
 
 
 def operands(case: Case, seed: int = 0, *, together: bool = False) -> list[Tensor]:
-    """The tensors of paged_attention from `out` to `workspace`; the seed shuffles the blocks. together: the plan may look
-    for blocks in common."""
+    """The tensors of paged_attention from `out` to `workspace`; the seed shuffles the blocks.
+
+    together: the plan may look for blocks in common.
+    """
     backend, block_size = case.backend, case.block_size
     q_lens, seq_lens = np.array(case.q_lens, np.int32), np.array(case.seq_lens, np.int32)
     num_blocks = -(-seq_lens // block_size)
