@@ -89,7 +89,10 @@ class EngineCore:
             state.scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """Computes once, and returns the requests that ended since the last step. Without requests: nothing."""
+        """Computes once, and returns the requests that ended since the last step. Without requests: nothing.
+
+        With `launch`: takes the results of one step, while the next is under way already where it can be.
+        """
         with self._all_or_nothing() as state:
             scheduler, stats = state.scheduler, state.scheduler.stats
             if not scheduler.has_unfinished_requests:

@@ -171,6 +171,20 @@ def test_a_pending_block_is_hit_in_its_own_step_and_published_after_it() -> None
     assert manager.withdraw(owner) == []
 
 
+def test_a_block_is_left_behind_only_once_it_is_published() -> None:
+    """The step that fills it is under way while the next plan is made, whose tokens do not see it any more."""
+    manager, request = KVCacheManager(8, 4, windows=(2,)), make_request("a", range(14))
+    admit(manager, request, 8)
+    manager.begin_next_plan()
+    request.num_computed_tokens = 8
+    manager.allocate_slots(request, 4)
+    assert (manager.pool.num_used, manager.pool.blocks[0].is_pending) == (3, True)
+    manager.publish()
+    request.num_computed_tokens = 12
+    manager.allocate_slots(request, 2)
+    assert (manager.pool.num_used, manager.pool.blocks[0].ref_count) == (2, 0)
+
+
 def test_only_the_blocks_of_this_chunk_are_pending() -> None:
     manager = KVCacheManager(num_blocks=8, block_size=4)
     owner = make_request("owner", range(12))

@@ -288,7 +288,7 @@ def test_outputs_are_the_same_with_and_without(num_blocks: int, windows: tuple[i
     assert num_ahead > 50
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from((1, 2, 4, 8)),
