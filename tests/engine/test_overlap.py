@@ -153,10 +153,13 @@ def test_a_new_request_is_admitted_while_a_step_is_under_way() -> None:
     engine, runner = make_engine(is_overlapped=True)
     engine.add_request(make_request("a", [1], 6))
     engine.step()
-    engine.add_request(make_request("b", [2], 2))
+    request = make_request("b", [2], 2)
+    engine.add_request(request)
     engine.step()
     assert [scheduled.request_id for scheduled in runner.plans[2].scheduled] == ["a", "b"]
     assert launches_and_results(runner) == "L0 L1 R0 L2 R1"
+    run_all(engine, [])
+    assert request.num_steps == 2
 
 
 # ---- what is thrown away
@@ -230,6 +233,19 @@ def test_a_block_is_published_by_its_own_step_only() -> None:
     plans.append(ahead(scheduler.schedule_ahead(plans[1])))
     scheduler.update(plans[1], results(plans[1]), append)
     assert [block.is_pending for block in blocks[:2]] == [False, False]
+
+
+def test_who_fails_takes_back_what_the_plan_after_made_pending_too() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("a", range(17), 3))
+    plan = scheduler.schedule()
+    next_plan = ahead(scheduler.schedule_ahead(plan))
+    pool = scheduler.kv_cache.pool
+    assert (pool.num_used, pool.num_cached) == (4, 4)
+    scheduler.update(plan, results(plan, failed=("a",)), append)
+    assert (pool.num_used, pool.num_cached) == (0, 0)
+    scheduler.update(next_plan, results(next_plan), append)
+    assert_manager_conserved(scheduler.kv_cache)
 
 
 def test_a_block_that_an_unknown_token_fills_has_no_name_until_it_is_known() -> None:
