@@ -23,7 +23,7 @@ from pagedllm.model.registry import read_model_config
 from pagedllm.runtime.compute_device import Gpu, load_kernels_of, open_device, wants_cuda
 from pagedllm.runtime.device import read_memory_limits
 from pagedllm.runtime.kv_cache import bytes_per_block
-from pagedllm.runtime.resolve import CPU_MAX_NUM_BATCHED_TOKENS, GIB, GPU_MAX_NUM_BATCHED_TOKENS, resolve_dtype
+from pagedllm.runtime.resolve import CPU_MAX_NUM_BATCHED_TOKENS, GPU_MAX_NUM_BATCHED_TOKENS, binary_size, resolve_dtype
 from pagedllm.runtime.startup import choose_formats, is_run_by_transformers
 
 REQUEST_TOKENS = 2048  # of the one request that must fit beside the weights
@@ -46,17 +46,13 @@ class Footprint:
         return self.weight_bytes + self.kv_bytes <= self.available
 
     def __str__(self) -> str:
-        kv = f", + {_binary(self.kv_bytes)} KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
+        kv = f", + {binary_size(self.kv_bytes)} KV for one {self.num_tokens:,}-token request" if self.num_tokens else ""
         stored = self.stored.num_bytes
         on_disk = f"{stored / GB:.1f} GB" if stored >= GB // 10 else f"{stored / 10**6:.1f} MB"
         return (
-            f"{on_disk} on disk ({self.stored.kind}), {_binary(self.weight_bytes)} in memory as {self.dtype}{kv}; "
-            f"available {_binary(self.available)}: {'fits' if self.fits else 'does not fit'}"
+            f"{on_disk} on disk ({self.stored.kind}), {binary_size(self.weight_bytes)} in memory as {self.dtype}{kv}; "
+            f"available {binary_size(self.available)}: {'fits' if self.fits else 'does not fit'}"
         )
-
-
-def _binary(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def measure(config: EngineConfig, dtype: torch.dtype, checkpoint: Checkpoint, stored: Stored) -> Footprint:

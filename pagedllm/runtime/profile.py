@@ -34,7 +34,7 @@ from pagedllm.runtime.forward_batch import ForwardBatch
 from pagedllm.runtime.kv_cache import KVCache, bytes_per_block
 from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.runtime.metadata import MetadataBuilder
-from pagedllm.runtime.resolve import GIB
+from pagedllm.runtime.resolve import binary_size
 
 INDEX_BYTES = 32  # of a token of a batch: its id, position, slot and row
 
@@ -78,8 +78,8 @@ def profile_step(
 def _check_room(num_tokens: int, least_bytes: int, free_bytes: int) -> None:
     if least_bytes > free_bytes:
         raise NotEnoughMemoryError(
-            f"a step of max_num_batched_tokens={num_tokens:,} takes at least {least_bytes / GIB:,.1f} GiB, and "
-            f"{free_bytes / GIB:.1f} GiB are free: pass a smaller max_num_batched_tokens"
+            f"a step of max_num_batched_tokens={num_tokens:,} takes at least {binary_size(least_bytes)}, and "
+            f"{binary_size(free_bytes)} are free: pass a smaller max_num_batched_tokens"
         )
 
 

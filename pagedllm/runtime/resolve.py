@@ -37,6 +37,10 @@ DTYPES = {
 }
 
 
+def binary_size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     num_blocks: int

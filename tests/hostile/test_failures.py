@@ -55,15 +55,16 @@ SITES: list[tuple[type, str]] = [
     (KVCacheManager, "publish"),
     (KVCacheManager, "free"),
     (ModelRunner, "forward"),
-    (ModelRunner, "_sample"),
-    (ModelRunner, "_keep"),
+    (ModelRunner, "_draw"),
+    (ModelRunner, "_take_up"),
     (ModelRunner, "_update_rows"),
     (RequestRows, "acquire"),
     (SamplingRows, "set"),
     (SamplingRows, "accept"),
     (Decoder, "forward"),
     (Sampler, "prepare"),
-    (Sampler, "run"),
+    (Sampler, "launch"),
+    (Sampler, "finish"),
     (OutputProcessor, "append"),
     (Detokenizer, "decode"),
     (Detokenizer, "stream"),
@@ -291,7 +292,7 @@ def test_c7_a_thread_that_waits_for_its_turn_gets_it_after_an_interrupt(tight: L
 def test_logits_that_are_not_finite_are_that_requests_error_with_advice(
     tight: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch, value: float, step: int
 ) -> None:
-    original, num_calls = Sampler.run, 0
+    original, num_calls = Sampler.launch, 0
 
     def poisoned(self: Sampler, logits: torch.Tensor, *given: Any) -> Any:
         nonlocal num_calls
@@ -301,7 +302,7 @@ def test_logits_that_are_not_finite_are_that_requests_error_with_advice(
         return original(self, logits, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "run", poisoned)
+        patch.setattr(Sampler, "launch", poisoned)
         with pytest.raises(BatchError) as caught:
             tight.generate(PROMPTS, PARAMS)
     failed = [i for i, error in enumerate(errors(caught.value.outputs)) if error is not None]
