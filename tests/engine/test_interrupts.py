@@ -11,6 +11,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -118,17 +119,26 @@ def assert_next_call_is_exact(engine: EngineCore) -> None:
 
 
 def interrupt_at(point: int | None, run: Callable[[], None]) -> tuple[int, bool]:
-    """Runs with an interrupt at that point; returns how many points were seen, and whether it came."""
+    """Runs with an interrupt at that point; returns how many points were seen, and whether it came.
+
+    In a thread of its own: raised between an except clause and its first instruction, it leaves the exception of that
+    clause behind as the one that is being handled, for as long as the thread lives.
+    """
     interrupter = Interrupter(point)
-    previous = sys.gettrace()
-    sys.settrace(interrupter)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return interrupter.num_points, True
-    finally:
-        sys.settrace(previous)
-    return interrupter.num_points, False
+
+    def run_traced() -> bool:
+        sys.settrace(interrupter)
+        try:
+            run()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    with ThreadPoolExecutor(1) as thread:
+        came = thread.submit(run_traced).result()
+    return interrupter.num_points, came
 
 
 def check_interrupt(point: int) -> None:
