@@ -72,7 +72,7 @@ EMULATED = [
            "wrong numbers|race|uninitialised"),
     Mutant("a shared row's window is its neighbour's", TILE, "row < last_row ? row : last_row", "0", "wrong numbers"),
     Mutant("the merge reads splits before the window", MERGE, "p.window > 0 && window_begin > 0 ?", "false ?", "wrong numbers|uninitialised"),
-    Mutant("no swizzle", TILE, "(chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16", "chunk * 16", "bank conflicts|wrong numbers"),
+    Mutant("no swizzle", "swizzle.cuh", "(chunk ^ (row >> kRowShift & (kPeriod - 1))) * 16", "chunk * 16", "bank conflicts|wrong numbers"),
     Mutant("histogram without a barrier", "sampling_row.cuh", "      scratch.counts[thread] = 0;\n    }\n    __syncthreads();",
            "      scratch.counts[thread] = 0;\n    }", "race|uninitialised"),
     Mutant("norm without a barrier", "elementwise.cuh", "  __syncthreads();\n  float sum = 0.f;", "  float sum = 0.f;", "race|uninitialised"),
