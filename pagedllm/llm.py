@@ -215,8 +215,11 @@ class LLM(ScoringMethods, FileMethods):
             )
         with self._lock:
             assembly = self._open()
-            is_one = sampling_params is None or isinstance(sampling_params, SamplingParams)
-            params = params_per_prompt(assembly, sampling_params, 1)[0] if is_one else iter(sampling_params)  # type: ignore
+            params: SamplingParams | Iterator[SamplingParams]
+            if sampling_params is None or isinstance(sampling_params, SamplingParams):
+                params = params_per_prompt(assembly, sampling_params, 1)[0]
+            else:
+                params = iter(sampling_params)
             iterator = OutputIterator(
                 self._lock,
                 self._open,

@@ -30,8 +30,6 @@ from pagedllm.engine.stats import EngineStats
 from pagedllm.request import Request, RequestStatus
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
-
-
 TakeResults = Callable[[], ModelRunnerOutput]  # waits for them; called once, in the order of the launches
 Launch = Callable[[SchedulerOutput], TakeResults]
 

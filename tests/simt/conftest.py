@@ -5,10 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
+from pagedllm.model.dense_format import DenseFormat
+from pagedllm.model.linear import Epilogue
 from pagedllm.ops.library import load_cuda_kernels
 from tests.simt.emulator import Emulator, build
 from tests.simt.on_device import NoEmulator, OnDevice
+from tests.tiny import VOCAB_SIZE
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +45,27 @@ def emulator(
     with contextlib.nullcontext() if place == "emulator" else OnDevice(place):
         yield loaded_emulator
     loaded_emulator.configure()
+
+
+@pytest.fixture(scope="module")
+def row_invariant_products() -> None:
+    """Skips where torch gives a row other bits in another batch: then settings may change tokens."""
+    generator = torch.Generator().manual_seed(0)
+    for num_features, num_columns in ((64, 256), (128, 64), (64, 192), (96, 64), (64, VOCAB_SIZE)):
+        x, weight, residual = (
+            torch.randn(shape, generator=generator).bfloat16()
+            for shape in ((64, num_features), (num_columns, num_features), (64, num_columns))
+        )
+        whole = DenseFormat(torch.bfloat16)
+        for residuals in (None, residual):
+            expected = product(whole, x, weight, residuals)
+            for num_rows in (1, 2, 3, 4, 5, 8, 13, 16, 33):
+                rows = None if residuals is None else residuals[:num_rows]
+                if not torch.equal(product(whole, x[:num_rows], weight, rows), expected[:num_rows]):
+                    pytest.skip(f"torch's product of {num_rows} rows has other bits than that of 64 on this CPU")
+
+
+def product(weight_format: DenseFormat, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+    out = torch.empty(len(x), len(weight), dtype=x.dtype)
+    weight_format.apply("pagedllm_simt", out, x, weight, None, Epilogue(residual=residual))
+    return out

@@ -17,7 +17,6 @@ from torch import Tensor
 from pagedllm import LLM, SamplingParams
 from pagedllm.errors import ModelError, NotSupportedError
 from pagedllm.model.dense_format import DenseFormat
-from pagedllm.model.linear import Epilogue
 from pagedllm.model.loader import load_model, open_checkpoint
 from pagedllm.ops.attention import AttentionPlan
 from pagedllm.ops.cuda_attention import SHARED as SHARED_ITEM
@@ -103,30 +102,6 @@ def test_greedy_tokens_are_the_twins_wherever_the_choice_is_clear(
 
 
 # ---- settings change nothing
-
-
-@pytest.fixture(scope="module")
-def row_invariant_products() -> None:
-    """Skips where torch gives a row other bits in another batch: then settings may change tokens."""
-    generator = torch.Generator().manual_seed(0)
-    for num_features, num_columns in ((64, 256), (128, 64), (64, 192), (96, 64), (64, VOCAB_SIZE)):
-        x, weight, residual = (
-            torch.randn(shape, generator=generator).bfloat16()
-            for shape in ((64, num_features), (num_columns, num_features), (64, num_columns))
-        )
-        whole = DenseFormat(torch.bfloat16)
-        for residuals in (None, residual):
-            expected = product(whole, x, weight, residuals)
-            for num_rows in (1, 2, 3, 4, 5, 8, 13, 16, 33):
-                rows = None if residuals is None else residuals[:num_rows]
-                if not torch.equal(product(whole, x[:num_rows], weight, rows), expected[:num_rows]):
-                    pytest.skip(f"torch's product of {num_rows} rows has other bits than that of 64 on this CPU")
-
-
-def product(weight_format: DenseFormat, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-    out = torch.empty(len(x), len(weight), dtype=x.dtype)
-    weight_format.apply(SIMT, out, x, weight, None, Epilogue(residual=residual))
-    return out
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

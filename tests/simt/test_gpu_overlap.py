@@ -19,7 +19,7 @@ from pagedllm.runtime.last_tokens import LastTokens
 from pagedllm.sampling.metadata import SamplingRows
 from pagedllm.sampling.sampler import Sampler
 from tests.fake_gpu import POISON, FakeGpu
-from tests.simt.test_end_to_end import BYTES_PER_TOKEN, SHARED, SIZES, row_invariant_products  # noqa: F401 - a fixture
+from tests.simt.test_end_to_end import BYTES_PER_TOKEN, SHARED, SIZES
 from tests.simt.test_gpu_runtime import open_llm, runner_of
 from tests.tiny import save_tiny_model
 
